@@ -54,5 +54,5 @@ class Compression:
         if ratio is not None and mode in EXACT:
             raise UsageError(f"{mode} takes no ratio; write --compress {mode}")
         if found.group(3) and mode in EXACT:
-            raise UsageError(f"{mode} loses nothing to choose; write --compress {mode}")
+            raise UsageError(f"{mode} is exact and has no setting; write --compress {mode}")
         return cls(mode, ratio, found.group(3) is not None)

@@ -373,7 +373,7 @@ def _check_gateways(rule: Federated) -> None:
         (rule.secure is not None, "secure=: sums of masked updates at a gateway are not built"),
     ):
         if given:
-            raise UsageError(f"gateways= goes with no {what}; leave one of them out")
+            raise UsageError(f"gateways= cannot be combined with {what}; leave one of them out")
 
 
 def _check_options(what: str, options: Mapping[str, Option]) -> None:

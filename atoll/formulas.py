@@ -73,7 +73,7 @@ class Formula:
             if any(op >= position for op in op_refs(node)):
                 raise UsageError(f"a formula's op {node.target} reads what comes after it")
             if any(leaf.source is not Source.INPUT for leaf in leaf_refs(node)):
-                raise UsageError(f"a formula's op {node.target} reads what is no value of it")
+                raise UsageError(f"a formula's op {node.target} reads a value that it does not have")
         bad = [name for name, op in self.results.items() if not 0 <= op < len(self.ops)]
         if bad or not self.results:
             raise UsageError(f"a formula without its results {bad[:3]}")
@@ -142,7 +142,7 @@ class DeclaredStrategy:
         if bad := [name for name in own if not name.isidentifier() or len(name) > 32]:
             raise UsageError(f"an array named {bad[0][:64]!r}; give a name of up to 32 letters, digits and _")
         if extra := sorted(set(self.sent_down) - set(self.server)):
-            raise UsageError(f"{extra[0]!r} is sent down, but is no array of the server")
+            raise UsageError(f"{extra[0]!r} is sent down, but is not an array of the server")
         names = (*self.copies, *self.copies.values())
         if bad := [name for name in names if not name.endswith(".") or len(name) > MAX_SUMMARY]:
             raise UsageError(

@@ -48,7 +48,7 @@ def parse_header(start: bytes, what: str) -> IdxHeader:
     """The header in the first bytes of a file; ``what`` names it. UsageError for anything else."""
     if not looks_like_idx(start):
         raise UsageError(
-            f"{what} is no IDX file: it starts with {start[:4].hex(' ') or 'nothing'}, not with two zero "
+            f"{what} is not an IDX file: it starts with {start[:4].hex(' ') or 'nothing'}, not with two zero "
             f"bytes, a known element type and a rank of 1 to {MAX_RANK}"
         )
     rank = start[3]

@@ -60,7 +60,7 @@ class Privacy:
         if self.adaptive is not None:
             _within("adaptive", self.adaptive, 0.01, 0.99)
         if self.adaptive is not None and self.per_layer:
-            raise UsageError("adaptive clipping is of the whole update's norm; leave out per_layer")
+            raise UsageError("adaptive clipping uses the whole update's norm; leave out per_layer")
         if type(self.tree) is not int or not 0 <= self.tree <= MAX_TREE or self.tree == 1:
             raise UsageError(f"tree = {self.tree!r}; give the rounds of a tree, from 2 to {MAX_TREE}, or 0")
         if self.tree and (self.sampling or self.adaptive is not None):

@@ -29,7 +29,7 @@ def at_rows(program: StageProgram, rows: int) -> StageProgram:
         if known is not None and known.rows == rows:
             return known
     if tail is None:
-        raise UsageError(f"the model was captured at {program.rows} rows alone; submit the job again")
+        raise UsageError(f"the model was captured for {program.rows} rows only; submit the job again")
     if rows < 1:
         raise UsageError(f"a micro-batch of {rows} rows")
     scale = _Scale(program.rows, tail.rows, rows)
@@ -48,7 +48,7 @@ def dag_at_rows(dag: OpDag, rows: int) -> OpDag:
     """Return an evaluation graph at ``rows`` rows a micro-batch, without a tail. Raises as ``at_rows``."""
     tail = dag.tail
     if tail is None or rows < 1:
-        raise UsageError(f"the model was captured at {rows_of(dag.inputs)} rows alone, not at {rows}")
+        raise UsageError(f"the model was captured for {rows_of(dag.inputs)} rows only, not for {rows}")
     scale = _Scale(rows_of(dag.inputs), rows_of(tail.inputs), rows)
     ops = tuple(scale.node(node, other) for node, other in zip(dag.ops, tail.ops, strict=True))
     return replace(dag, ops=ops, inputs=inputs_at(dag.inputs, rows), tail=None)

@@ -72,7 +72,7 @@ class Transitions(
         if not isinstance(phase, self.phases):
             raise TypeError(f"{handler.__qualname__}: {phase!r} is no {self.phases.__name__}")
         if kind not in self.events:
-            raise TypeError(f"{handler.__qualname__}: {kind} is no event of this machine")
+            raise TypeError(f"{handler.__qualname__}: {kind} is not an event of this machine")
         if key in self:
             raise TypeError(
                 f"{handler.__qualname__}: ({phase}, {kind.__name__}) has {self[key].__qualname__} already"

@@ -241,7 +241,7 @@ def _last_object(output: str) -> Any:
     try:
         found = json.loads(lines[-1])
     except (IndexError, json.JSONDecodeError):
-        raise NothingMeasured("the last line is no JSON") from None
+        raise NothingMeasured("the last line is not JSON") from None
     if isinstance(found, dict) and "skipped" in found:
         raise NothingMeasured(f"skipped: {found['skipped']}")
     return found

@@ -114,7 +114,7 @@ def lose(fleet: Fleet, job: str, seed: int) -> dict[str, Any]:
         if begun_s and not killed_s and now_s > begun_s + after_s:
             fleet.kill(victim)
             killed_s, at_step = now_s, update.step
-        if killed_s and "goes on from step" in update.reason:
+        if killed_s and "continues from step" in update.reason:
             reason = update.reason
         if killed_s and update.state == "training" and update.step > at_step + 2:
             break

@@ -113,7 +113,7 @@ def parse_packet(header: Buffer, payload: Buffer) -> Packet:
     try:
         codec = bytes(view[at : at + codec_length]).decode("ascii")
     except UnicodeDecodeError:
-        raise BadFrame("packet names a codec that is no text") from None
+        raise BadFrame("the packet's codec name is not text") from None
     packet = Packet(
         codec, TensorMeta(shape, DTYPES[dtype]), payload, bytes(view[at + codec_length :]), _MARKS[marks]
     )

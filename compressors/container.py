@@ -417,7 +417,7 @@ def _json(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadFrame(f"a model file's header is no JSON: {str(error)[:80]}") from None
+        raise BadFrame(f"a model file's header is not JSON: {str(error)[:80]}") from None
     if not isinstance(header, dict):
         raise BadFrame(f"a model file's header is a {type(header).__name__}")
     return header

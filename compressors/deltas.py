@@ -128,7 +128,7 @@ def masked(changed: NDArray[np.bool_], values: Words) -> bytes:
 def head_of(data: bytes) -> Head:
     """Return the head of a delta, of its first bytes at least; BadFrame for what is none."""
     if len(data) < _HEAD.size or data[:4] != _MAGIC:
-        raise BadFrame("this is no delta of a file of tensors")
+        raise BadFrame("this is not a delta of a file of tensors")
     _, base, new, size = _HEAD.unpack_from(data)
     return Head(base.hex(), new.hex(), size)
 
@@ -212,7 +212,7 @@ def _unsqueezed(data: bytes, n_bytes: int) -> bytes:
             raise BadFrame(f"a frame that says other than {n_bytes} bytes")
         found = zstandard.ZstdDecompressor().decompress(data, max_output_size=n_bytes)
     except zstandard.ZstdError as error:
-        raise BadFrame(f"a frame that is no zstd: {error}") from None
+        raise BadFrame(f"a frame that is not zstd: {error}") from None
     if len(found) != n_bytes:
         raise BadFrame(f"{len(found)} bytes of {n_bytes}")
     return found

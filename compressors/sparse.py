@@ -166,7 +166,7 @@ class Sparse(Scattered):
         form = _Form.of(packet)
         at = len(packet.payload) - value_bytes(form.kept, form.groups, form.values)
         if form.form != _WITH_POSITIONS or at < 0:
-            raise BadFrame(f"{form} in {len(packet.payload)} bytes is no packet with positions")
+            raise BadFrame(f"{form} in {len(packet.payload)} bytes is not a packet with positions")
         elements = packet.meta.elements
         return form, decode_positions(memoryview(packet.payload)[:at], form.kept, elements), at
 

@@ -95,7 +95,7 @@ def parse_app(text: bytes, where: str) -> AppSpec:
     try:
         found = tomllib.loads(text.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{where} is no TOML: {error}") from None
+        raise UsageError(f"{where} is not TOML: {error}") from None
     project, app = _table(found, where, "project"), _table(found, where, "tool", "flwr", "app")
     components = _table(app, where, "components")
     return AppSpec(
@@ -116,7 +116,7 @@ def _dependencies(project: Mapping[str, Any], where: str) -> tuple[str, ...]:
         raise UsageError(f"{where}: dependencies must be a list of at most {MAX_DEPENDENCIES}")
     for item in found:
         if not isinstance(item, str) or len(item) > 200 or not item.isprintable():
-            raise UsageError(f"{where}: {str(item)[:80]!r} is no dependency")
+            raise UsageError(f"{where}: {str(item)[:80]!r} is not a dependency")
     return tuple(found)
 
 
@@ -124,7 +124,7 @@ def _packages(found: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for name in ("tool", "atoll", "packages"):
         found = found.get(name, {})
         if not isinstance(found, dict):
-            raise UsageError(f"{where}: {name} of [tool.atoll.packages] is no table")
+            raise UsageError(f"{where}: {name} of [tool.atoll.packages] is not a table")
     return found
 
 
@@ -145,7 +145,7 @@ def _table(found: Mapping[str, Any], where: str, *names: str) -> Mapping[str, An
     for name in names:
         found = found.get(name, {})
         if not isinstance(found, dict):
-            raise UsageError(f"{where}: {name} is no table")
+            raise UsageError(f"{where}: {name} is not a table")
     if not found and names[-1] != "config":
         raise UsageError(f"{where} has no [{'.'.join(names)}]; is it a Flower app? `flwr new` makes one")
     return found
@@ -189,7 +189,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, ConfigValue]:
 def with_overrides(config: Mapping[str, ConfigValue], items: Sequence[str]) -> dict[str, ConfigValue]:
     """The config with ``--run-config`` items: 'key=value key2="a b"' or one .toml file.
 
-    UsageError for an unknown key or a value that is no TOML.
+    UsageError for an unknown key or a value that is not TOML.
     """
     changed = parse_pairs(items, "--run-config")
     unknown = sorted(changed.keys() - config.keys())
@@ -213,7 +213,7 @@ def parse_pairs(items: Sequence[str], option: str) -> dict[str, ConfigValue]:
             continue
         rest = _PAIR.sub("", item).strip()
         if rest:
-            raise UsageError(f"{option}: {rest[:80]!r} is no KEY=VALUE; write 'lr=0.1 name=\"a b\"'")
+            raise UsageError(f"{option}: {rest[:80]!r} is not KEY=VALUE; write 'lr=0.1 name=\"a b\"'")
         for key, value in _PAIR.findall(item):
             found[key] = _value(key, value, option)
     return found
@@ -355,7 +355,7 @@ def _escaped(found: re.Match[str]) -> str:
 def opened(data: bytes, expected: str) -> tuple[AppSpec, dict[str, bytes]]:
     """Read a bundle: its declarations, and its files by their path.
 
-    BadFrame when its hash is not ``expected``, or a name leads outside, is no plain file, appears
+    BadFrame when its hash is not ``expected``, or a name leads outside, is not a plain file, appears
     twice, or a bound is broken.
     """
     if len(data) > MAX_BUNDLE_BYTES + MAX_FILES * 2 * MAX_PATH_CHARS:
@@ -371,7 +371,7 @@ def opened(data: bytes, expected: str) -> tuple[AppSpec, dict[str, bytes]]:
                 _check_root(name, "the app")
         return parse_app(contents.get(PROJECT, b""), f"the app's {PROJECT}"), contents
     except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError) as error:
-        raise BadFrame(f"app bundle {expected[:12]} is no readable zip: {error}") from None
+        raise BadFrame(f"app bundle {expected[:12]} is not a readable zip: {error}") from None
     except UsageError as error:
         raise BadFrame(f"app bundle {expected[:12]}: {error}") from None
 
@@ -395,7 +395,7 @@ def _checked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
             or any(part in ("..", ".", "__pycache__") or "\\" in part or ":" in part for part in path.parts)
         )
         if odd or not plain or name.lower() in seen:
-            raise BadFrame(f"app bundle holds {name[:80]!r}, which is no plain file inside the app")
+            raise BadFrame(f"app bundle holds {name[:80]!r}, which is not a plain file inside the app")
         if path.suffix not in SUFFIXES and name != "LICENSE":
             raise BadFrame(
                 f"app bundle holds {name[:80]!r}; an app holds text alone ({', '.join(sorted(SUFFIXES))}), "

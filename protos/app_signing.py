@@ -37,7 +37,7 @@ _SIGNED = b"atoll app bundle\0"
 def make_key(path: Path) -> str:
     """Write a new key into a private file and return its publisher. UsageError when the file is there."""
     if path.exists():
-        raise UsageError(f"{path} is there already; a key that people accepted must not be replaced")
+        raise UsageError(f"{path} already exists; a key that people accepted must not be replaced")
     key = Ed25519PrivateKey.generate()
     write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return publisher(_public(key))
@@ -77,7 +77,7 @@ def checked_publisher(text: str) -> str:
     except (binascii.Error, ValueError):
         key = b""
     if len(key) != KEY_BYTES:
-        raise UsageError(f"{text[:80]!r} is no publisher; `atoll flower key FILE` prints one, ed25519:...")
+        raise UsageError(f"{text[:80]!r} is not a publisher; `atoll flower key FILE` prints one, ed25519:...")
     return publisher(key)
 
 

@@ -99,7 +99,7 @@ def _check_references(dag: OpDag) -> None:
         told["the loss's weight"] = dag.weight
     for what, op in told.items():
         if dag.ops[op].is_tuple or [meta.elements for meta in dag.ops[op].outputs] != [1]:
-            raise BadFrame(f"{what} is op {op} ({dag.ops[op].name}), which is no scalar")
+            raise BadFrame(f"{what} is op {op} ({dag.ops[op].name}), which is not a scalar")
 
 
 # ---------------------------------------------------------------- programs

@@ -64,7 +64,7 @@ class Pipe:
         try:
             found = json.loads(data)
         except ValueError as error:
-            raise BadFrame(f"a message that is no JSON: {error}") from None
+            raise BadFrame(f"a message that is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise BadFrame(f"a message that is a {type(found).__name__}")
         return found

@@ -279,7 +279,7 @@ class Authority:
         if damage:
             raise StorageError(
                 f"{damage}; restore both from a backup of the state folder. Without one, move {directory} "
-                "away: the next start makes another authority, and every worker and owner joins anew"
+                "away: the next start makes another authority, and every worker and owner must join again"
             )
 
     @classmethod
@@ -405,7 +405,7 @@ class JoinToken:
                 "the file owner-token of the coordinator's state folder"
             )
         if not text.startswith(TOKEN_PREFIX):
-            raise AccessDenied(f"this is no join token: it must begin with {TOKEN_PREFIX}; copy it whole")
+            raise AccessDenied(f"this is not a join token: it must begin with {TOKEN_PREFIX}; copy it whole")
         if len(text) > MAX_TOKEN_CHARS:
             raise AccessDenied(
                 f"join token of {len(text)} characters; at most {MAX_TOKEN_CHARS}; copy it whole"

@@ -68,8 +68,8 @@ class ShortToken:
         text = "".join(text.split())
         if not text.startswith(SHORT_PREFIX) or len(text) > MAX_SHORT_CHARS:
             raise AccessDenied(
-                f"this is no short join token: {SHORT_PREFIX} and at most {MAX_SHORT_CHARS} characters, not "
-                f"{len(text)}; copy it whole"
+                f"this is not a short join token: {SHORT_PREFIX} and at most {MAX_SHORT_CHARS} characters, "
+                f"not {len(text)}; copy it whole"
             )
         body = unsealed(text.removeprefix(SHORT_PREFIX), _HEAD.size + SECRET_BYTES + PIN_BYTES)
         count, port = _HEAD.unpack_from(body)

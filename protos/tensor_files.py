@@ -76,7 +76,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return sorted(folder / Path(name).name for name in names)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{index} is no index of safetensors: {error}; fetch it again") from None
+        raise UsageError(f"{index} is not an index of safetensors: {error}; fetch it again") from None
 
 
 def tensors_of(path: Path) -> list[FileTensor]:
@@ -89,7 +89,7 @@ def tensors_of(path: Path) -> list[FileTensor]:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(file.read(length))
         if not isinstance(header, dict):
-            raise TypeError("its header is no object")
+            raise TypeError("its header is not an object")
         begin, room = 8 + length, size - 8 - length
         named = ((name, entry) for name, entry in header.items() if name != "__metadata__")
         return [_tensor(path, name, entry, begin, room) for name, entry in named]
@@ -102,5 +102,5 @@ def _tensor(path: Path, name: str, entry: Any, begin: int, room: int) -> FileTen
     numbers = (first, end, *shape)
     whole = all(type(number) is int and number >= 0 for number in numbers) and first <= end <= room
     if not whole or len(shape) > MOST_DIMS or not isinstance(dtype, str) or len(dtype) > MAX_DTYPE_CHARS:
-        raise ValueError(f"{name[:80]!r} is no tensor of it")
+        raise ValueError(f"{name[:80]!r} is not a tensor of it")
     return FileTensor(name, dtype, tuple(shape), path, begin + first, end - first)

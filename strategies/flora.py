@@ -58,7 +58,7 @@ class FLoRA(Linear):
 
     name: ClassVar[str] = "flora"
     FACTS: ClassVar[Facts] = Facts(
-        "adapters: the mean of BA is folded into the layer, both factors begin anew",
+        "adapters: the mean of BA is folded into the layer, both factors are reset",
         "Wang 2024 (FLoRA), section 3; papers/federated.md 7",
         asynchronous=False,
     )

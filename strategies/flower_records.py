@@ -111,13 +111,13 @@ def options_text(options: Mapping[str, Any]) -> str:
 def options_of(text: Any) -> dict[str, Any]:
     """Parse the options in a request. UsageError unless they are a JSON object of bounded length."""
     if not isinstance(text, str) or len(text) > MAX_OPTIONS_BYTES:
-        raise UsageError(f"{OPTIONS} is no text of at most {MAX_OPTIONS_BYTES} letters")
+        raise UsageError(f"{OPTIONS} is not a text of at most {MAX_OPTIONS_BYTES} letters")
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{OPTIONS} is no JSON: {error}") from None
+        raise UsageError(f"{OPTIONS} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{OPTIONS} is no JSON object")
+        raise UsageError(f"{OPTIONS} is not a JSON object")
     return found
 
 

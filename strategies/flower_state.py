@@ -59,7 +59,7 @@ def load_state(rule: Strategy, saved: ArrayRecord) -> tuple[ServerState, Layout,
             for row in arrays["roles"]
         )
     except (KeyError, ValueError, IndexError, BadUpdate) as error:
-        raise UsageError(f"this is no saved state: {error!r}; give what save() returned") from None
+        raise UsageError(f"this is not a saved state: {error!r}; give what save() returned") from None
     if title != _title(rule):
         raise UsageError(f"saved by {title[:200]!r}; resume it with the same strategy, not {_title(rule)!r}")
     if version != VERSION or at_round < 0 or n_clients < 1:

@@ -61,7 +61,7 @@ class Linear(Strategy):
         if not self.facts.bounded:
             raise UsageError(
                 f"{self.name} weighs clients by what they measured, without a bound that is known before; "
-                "its sums are taken in floats, of each update apart"
+                "its sums are taken in floats, over individual updates"
             )
         weight = float(samples if self.BY_SAMPLES else clients)
         return Grid({TRAINED: weight, AVERAGED: samples}, {SAMPLES: samples, WEIGHT: weight})

@@ -50,7 +50,7 @@ def check_scaling(model: nn.Module, scaling: float) -> None:
             continue
         if len(getattr(layer, "lora_magnitude_vector", ())):
             raise UsageError(
-                f"flora: {name!r} is a DoRA layer, which is no sum of W and BA; leave out use_dora"
+                f"flora: {name!r} is a DoRA layer, which is not a sum of W and BA; leave out use_dora"
             )
         if getattr(layer, "fan_in_fan_out", False):
             raise UsageError(

@@ -186,7 +186,7 @@ def _number(how: str, text: str) -> float | None:
     try:
         return float(text) if text else None
     except ValueError:
-        raise UsageError(f"--how {how[:40]}: {text[:20]!r} is no number") from None
+        raise UsageError(f"--how {how[:40]}: {text[:20]!r} is not a number") from None
 
 
 def _whole(how: str, number: float) -> int:

@@ -40,7 +40,7 @@ def quantise_frozen(module: M, kind: Kind, layers: str = "*") -> M:
     without torchao, for weights on ``meta``, and where a weight has no multiple of 64 elements (nf4).
     """
     if kind not in ("int8", "nf4"):
-        raise UsageError(f"quantise_frozen: {kind!r} is no kind; take 'int8' or 'nf4'")
+        raise UsageError(f"quantise_frozen: {kind!r} is not a kind; take 'int8' or 'nf4'")
     found = frozen_layers(module, layers)
     if not found:
         raise UsageError(

@@ -115,6 +115,6 @@ def _held(value: Value) -> str:
         case Kind.PAIRS:
             return f"what each pair of samples gives{why}"
         case Kind.RAW:
-            return f"what is no sum or mean over samples{why}"
+            return f"what is not a sum or mean over samples{why}"
         case _:
             return f"{'x'.join(map(str, value.shape)) or 'one'} means of the data{why}"

@@ -535,7 +535,7 @@ def _groups(files: Iterable[BlobFile]) -> Iterator[list[BlobFile]]:
 
 
 def _pieces(path: Path, offset: int) -> Iterator[bytes]:
-    """The file's bytes from ``offset`` on. StorageError for what is no plain file: who wrote it may have put
+    """The file's bytes from ``offset`` on. StorageError unless it is a plain file: who wrote it may have put
     a link there, to what is none of its business."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
@@ -544,7 +544,7 @@ def _pieces(path: Path, offset: int) -> Iterator[bytes]:
         raise StorageError(f"cannot read {path}: {error.strerror}") from None
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise StorageError(f"{path} is no plain file")
+            raise StorageError(f"{path} is not a plain file")
         file.seek(offset)
         while piece := file.read(CHUNK_BYTES):
             yield piece

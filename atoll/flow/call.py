@@ -45,7 +45,7 @@ class Call:
         """An argument that must be a tensor; ValueError when it is not."""
         found = self.given.get(name)
         if not isinstance(found, Value):
-            raise ValueError(f"{name} is no tensor")
+            raise ValueError(f"{name} is not a tensor")
         return found
 
     def number(self, name: str) -> int:

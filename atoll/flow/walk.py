@@ -229,7 +229,7 @@ class _Walk:
     ) -> None:
         channels = value.shape[1:2]
         if not isinstance(arg, LeafRef) or self.single(arg).shape != channels:
-            raise _refusal(node, f"its {key} is no buffer of {channels} elements")
+            raise _refusal(node, f"its {key} is not a buffer of {channels} elements")
         real = isinstance(momentum, int | float) and 0.0 < momentum <= 1.0
         over_all = value.kind is Kind.ROWS and value.dim == 0 and value.strict
         if value.kind is Kind.CLEAN:

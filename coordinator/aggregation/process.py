@@ -48,7 +48,7 @@ def untagged(message: dict[str, Any]) -> Any:
     try:
         return from_json(_KINDS[message[KIND]], message[VALUE])
     except (ValueError, TypeError, KeyError) as error:
-        raise BadFrame(f"a message that is no request and no answer: {error!r}") from None
+        raise BadFrame(f"a message that is neither a request nor an answer: {error!r}") from None
 
 
 class Aggregating:

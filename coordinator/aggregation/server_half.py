@@ -130,7 +130,7 @@ class ServerHalf:
     def __init__(self, job: str, spec: JobSpec, graphs: Graphs, blobs: BlobStore, scratch: Path) -> None:
         """UsageError for a job that is not federated, or a strategy that the model does not fit."""
         if spec.federated is None:
-            raise UsageError(f"{job} is no federated job")
+            raise UsageError(f"{job} is not a federated job")
         self.job, self.spec, self.graphs = job, spec, graphs
         self._blobs, self._scratch = blobs, scratch
         self.rule_spec = spec.federated.rule
@@ -223,7 +223,7 @@ class ServerHalf:
         """The next state from sums in whole numbers. UsageError for a strategy without."""
         core = self.rule.core
         if not isinstance(core, Linear):
-            raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
+            raise UsageError(f"{core.name} needs individual updates; its clients cannot be a population")
         core = core.during(state.slots)
         most = self.rule_spec.max_samples
         drawn = {client: min(samples, most) for client, samples in drawn.items()}
@@ -310,7 +310,7 @@ class ServerHalf:
 
     def _judged(self, client: str, told: Offered | HostSums, at_round: int) -> ClientUpdate:
         if isinstance(told, HostSums):
-            raise BadUpdate("a sum of several clients in a round that takes each update apart")
+            raise BadUpdate("a sum of several clients in a round that needs individual updates")
         coding = Coding(told.codec, told.ratio, lossy_names(self.layout), self.rule_spec.error_feedback)
         arrays = read_update(self._blobs.path(told.blob), self.update_metas, coding)
         limits = Limits(

@@ -90,7 +90,9 @@ class PartStore:
     def size(self, run: int, name: str) -> int:
         """Bytes of a part; StorageError when it is not here for this run."""
         if not self.has(run, name):
-            raise StorageError(f"part {name[:12]} is not here for run {run}; it was dropped, or never came")
+            raise StorageError(
+                f"part {name[:12]} is not here for run {run}; it was dropped, or never arrived"
+            )
         data = self._small.get(name)
         return len(data) if data is not None else self.store.size(name)
 

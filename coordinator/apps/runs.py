@@ -69,7 +69,7 @@ class AppRuns:
         known = self.runs.get(request.run)
         if known is not None:
             if not (request.resume and _same_owner(known, request)):
-                raise UsageError(f"run {request.run} has an owner already")
+                raise UsageError(f"run {request.run} already has an owner")
             known.owner_gone_s = None
             self._tell_nodes(known) if known.partitions else self._tell_fleet(known)
             return self._done()
@@ -207,7 +207,7 @@ class AppRuns:
                 for task in place.under_way.values():
                     self._tell(worker, pb.ToNode(task=task))
             elif place is not None:
-                self._lose(found, place, "its app host started anew")
+                self._lose(found, place, "its app host restarted")
         self._offer_all()
         return self._done()
 

@@ -195,7 +195,7 @@ async def _give(
         size = desk.parts.size(request.run, bounds.blob_hash("part", part.hash))
         offset = part.offset
         if offset > size:
-            raise UsageError(f"part {part.hash[:12]} has {size} bytes; asked from {offset}")
+            raise UsageError(f"part {part.hash[:12]} has {size} bytes; the request begins at {offset}")
         pieces = desk.parts.chunks(part.hash, offset)
         while piece := await asyncio.to_thread(next, pieces, b""):
             yield pb.PartChunk(hash=part.hash, size=size, offset=offset, data=piece)

@@ -332,7 +332,7 @@ def _kinded(node: OpNode, is_loss: bool) -> OpNode:
 
 
 def _tail(source: _Source, evaluation: OpDag, mutated: frozenset[str], metas: _Metas) -> OpDag | None:
-    # One row is no number to compare with: some models have another graph for it.
+    # One row is not a number to compare with: some models have another graph for it.
     rows = rows_of(metas.inputs) + 1
     inputs = resized(source.inputs, rows)
     if not inputs or rows < 3:

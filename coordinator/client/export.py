@@ -55,7 +55,7 @@ def assemble(
     ``model``: hash of a federated job's model, one file of ``weights/NAME`` that goes over the others.
 
     An alias gets a copy of its own, as safetensors holds no shared memory. StorageError when a
-    blob is no tensor or a name has none.
+    blob is not a tensor or a name has none.
     """
     owners: dict[str, list[str]] = {}
     for name, blob in names.items():
@@ -125,7 +125,7 @@ def fill(
     expected = own.keys() if wanted is None else wanted
     odd = [
         *(f"{name!r} is missing" for name in sorted(set(expected) - tensors.keys())),
-        *(f"{name!r} is none of the module's" for name in sorted(tensors.keys() - own.keys())),
+        *(f"{name!r} is not in the module" for name in sorted(tensors.keys() - own.keys())),
         *(
             f"{name!r} has shape {tuple(tensor.shape)}, the module's {tuple(own[name].shape)}"
             for name, tensor in sorted(tensors.items())
@@ -162,7 +162,7 @@ def write_folder(path: Path, module: torch.nn.Module, form: Format, privacy: str
     path = path.expanduser()
     saved = _savable(module, form)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UsageError(f"{path} is there already; give -o a folder that is not")
+        raise UsageError(f"{path} already exists; give -o a folder that does not")
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def _weights(data: bytes) -> dict[str, torch.Tensor]:
     try:
         tensors = load(data)
     except SafetensorError as error:
-        raise StorageError(f"the model's blob is no safetensors file: {error}") from None
+        raise StorageError(f"the model's blob is not a safetensors file: {error}") from None
     return {name.removeprefix(WEIGHTS): t for name, t in tensors.items() if name.startswith(WEIGHTS)}
 
 
@@ -224,7 +224,7 @@ def _value(data: bytes, name: str) -> torch.Tensor:
         tensors = load(data)
     except SafetensorError as error:
         raise StorageError(
-            f"the blob of {name} is no safetensors file: {error}; submit the job again"
+            f"the blob of {name} is not a safetensors file: {error}; submit the job again"
         ) from None
     if VALUE not in tensors:
         raise StorageError(f"the blob of {name} holds no {VALUE!r}; submit the job again")

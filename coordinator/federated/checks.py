@@ -115,7 +115,7 @@ def check_gateways(strategy: Strategy) -> None:
     core = strategy.core
     if not isinstance(core, Linear):
         raise UsageError(
-            f"{core.name} needs each update apart, and a gateway sends a sum; leave out gateways=, or take "
+            f"{core.name} needs individual updates, and a gateway sends a sum; leave out gateways=, or take "
             "fedavg or another strategy that sums"
         )
     core.grid(1, 1)

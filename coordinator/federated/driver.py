@@ -115,7 +115,7 @@ class FederatedDriver:
         if record.outcome:
             state = replace(state, phase=Phase(record.outcome), reason=record.reason)
         elif closed is not None or record.waiting:
-            reason = f"the coordinator was restarted; goes on at round {state.round + 1}"
+            reason = f"the coordinator was restarted; continues at round {state.round + 1}"
             state = replace(state, phase=Phase.PAUSED, reason=reason)
         self.jobs[state.job] = state
         self.effects.jobs[state.job] = state.face()

@@ -528,7 +528,7 @@ def _interrupt(state: FederationState, event: Interrupted, now_s: float) -> Outc
     paused = replace(
         state,
         phase=Phase.PAUSED,
-        reason=f"{event.reason}; goes on at round {state.round + 1}",
+        reason=f"{event.reason}; continues at round {state.round + 1}",
         opened=False,
         chosen=(),
         cohort=None,

@@ -163,7 +163,7 @@ def assign(
                 at = home
             fetch_s = 0.0 if at == home else task.move_s
             if fetch_s == inf:
-                raise UsageError(f"{task.home!r}, which alone has the data of client {task.client!r}, left")
+                raise UsageError(f"{task.home!r} has left; only it has the data of client {task.client!r}")
             dealt[at].append(task)
             ends[at] += costs[at] + fetch_s
             moved += bool(task.home) and at != home

@@ -55,7 +55,7 @@ def misfit(state: FederationState, host: Client) -> str | None:
         return "secure aggregation takes no population's host; register its data set whole, as one client"
     core = strategy_of(rule).core
     if not isinstance(core, Linear):
-        return f"{core.name} needs each update apart; its clients cannot be a population"
+        return f"{core.name} needs individual updates; its clients cannot be a population"
     try:
         core.grid(1, 1)
     except UsageError as error:
@@ -199,7 +199,7 @@ def steps_of(state: FederationState, names: Collection[str]) -> dict[str, int]:
 def books(state: FederationState) -> Cohort:
     """The round's books. LookupError outside of a population's round."""
     if state.cohort is None:
-        raise LookupError(f"{state.job}: round {state.round} is none of a population")
+        raise LookupError(f"{state.job}: round {state.round} is not a population's")
     return state.cohort
 
 

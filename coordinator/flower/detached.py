@@ -159,10 +159,10 @@ def runs(state_dir: Path) -> list[Detached]:
 def find(state_dir: Path, prefix: str) -> RunFolder | None:
     """The run whose number begins so, the newest for ""; None when this machine has none.
 
-    UsageError for what is no number, and when several begin so.
+    UsageError for what is not a number, and when several begin so.
     """
     if prefix and not _RUN.fullmatch(prefix):
-        raise UsageError(f"{prefix[:40]!r} is no run; `atoll flower list` shows them")
+        raise UsageError(f"{prefix[:40]!r} is not a run; `atoll flower list` shows them")
     found = [record.run for record in runs(state_dir) if record.run.startswith(prefix)]
     if prefix and len(found) > 1 and prefix not in found:
         raise UsageError(f"{len(found)} runs begin with {prefix}: {', '.join(found[:4])}; give more digits")

@@ -117,7 +117,7 @@ class Host:
         endpoint = Endpoint(setup["host"], setup["port"], token, setup["use_proxy"])
         bundle = make_bundle(Path(setup["folder"]))
         if bundle.hash != identity.hash:
-            raise UsageError(f"files of {setup['folder']} changed in this moment; try again")
+            raise UsageError(f"files of {setup['folder']} changed while they were read; try again")
         opening = pb.AppOpen(
             run=self._run, app=identity, bundle=bundle.data, key=secrets.token_bytes(KEY_BYTES)
         )

@@ -20,7 +20,7 @@ def loaded(model: Any) -> Any:
         return model
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        raise UsageError(f"model = {str(model)!r} is no folder; give one, or the model itself")
+        raise UsageError(f"model = {str(model)!r} is not a folder; give one, or the model itself")
     if (folder / ADAPTER).is_file():
         base = peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
         return peft.PeftModel.from_pretrained(loaded(base), str(folder), is_trainable=True)

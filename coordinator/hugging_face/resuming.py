@@ -46,7 +46,7 @@ def resumed(client: Client, asked: object, folder: Path, made: Job) -> str:
     odd += [] if settings == _settings(made) else ["it trains with other arguments"]
     if odd:
         raise UsageError(
-            f"resume_from_checkpoint: {name} is another job: {'; '.join(odd)}; leave it out to begin anew"
+            f"resume_from_checkpoint: {name} is another job: {'; '.join(odd)}; leave it out to start over"
         )
     steps = made.training.steps
     if found.state not in ENDED or (found.state == FINISHED and found.steps >= steps):
@@ -55,7 +55,7 @@ def resumed(client: Client, asked: object, folder: Path, made: Job) -> str:
     if not kept:
         raise UsageError(
             f"resume_from_checkpoint: {name} {found.state} before its first checkpoint; leave it out to "
-            "begin anew"
+            "start over"
         )
     return client.restore(name, kept[-1].step, steps).job
 

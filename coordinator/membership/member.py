@@ -168,7 +168,7 @@ def _rejoin(member: Member, event: Joined, now_s: float, timing: Liveness) -> Me
     if event.incarnation != member.incarnation or member.gone:
         fresh = joined(member.worker, event.incarnation, now_s)
         same = event.incarnation == member.incarnation
-        reason = "back after it was gone" if same else "process started anew"
+        reason = "back after it was gone" if same else "process restarted"
         return _to(replace(fresh, history=member.history), Phase.JOINED, reason, now_s)
     back = replace(member, seen_s=now_s, lost_s=None)
     if member.phase is Phase.SUSPECT:

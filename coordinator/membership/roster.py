@@ -495,7 +495,7 @@ class Roster:
         if report.weights and len(report.weights) != len(report.losses):
             return f"{worker} reports {len(report.losses)} losses with {len(report.weights)} weights"
         if not all(isfinite(weight) and weight >= 0 for weight in report.weights):
-            return f"{worker} reports a weight of a loss that is no count"
+            return f"{worker} reports a weight of a loss that is not a count"
         table = self.links.table
         for link in report.links:
             if link.peer in self.workers:

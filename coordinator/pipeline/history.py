@@ -154,7 +154,7 @@ def not_repeatable(state: JobState, record: JobRecord) -> str:
     if steps > len(record.scales):
         return f"{steps} steps since the checkpoint are more than the {len(record.scales)} known"
     if steps and not ran_alike(record, state.checkpoint.step):
-        return f"codecs or shares of step {state.checkpoint.step} are not known any more"
+        return f"codecs or shares of step {state.checkpoint.step} are no longer known"
     return ""
 
 

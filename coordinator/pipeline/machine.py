@@ -151,7 +151,7 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
 @TRANSITIONS.on(*WAITING, *PREPARING)
 def _tear(state: JobState, event: Torn, now_s: float) -> Outcome:
     """The checkpoint before a torn one counts, and the steps since then are done again."""
-    reason = f"{event.reason}; goes on from step {event.before.step}"
+    reason = f"{event.reason}; continues from step {event.before.step}"
     return replace(state, checkpoint=event.before, reason=reason), []
 
 
@@ -351,7 +351,7 @@ def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
     discard = ToRanks(StepDiscard(state.job, state.version, state.step, doubt.said))
     if diverged(doubt):
         reason = (
-            f"{doubt.said}, and again when it was done anew; the last good checkpoint is of step "
+            f"{doubt.said}, and again when the step was repeated; the last good checkpoint is of step "
             f"{state.checkpoint.step}; lower the learning rate or set a clip norm, then submit with --resume"
         )
         ended, todo = _end(state, Phase.FAILED, reason)
@@ -420,7 +420,7 @@ def _not_stored(state: JobState, rank: int, done: int, error: str, now_s: float)
         return _interrupt(replace(state, failed=(*state.failed, worker)), reason, Cause.BROKEN)
     goes_on = replace(
         state,
-        reason=f"{reason}; goes on without a checkpoint of step {done}",
+        reason=f"{reason}; continues without a checkpoint of step {done}",
         storing=replace(
             state.storing,
             parts={at: parts for at, parts in state.storing.parts.items() if at != done},
@@ -607,7 +607,7 @@ def _interrupt(state: JobState, reason: str, cause: Cause) -> Outcome:
     paused = replace(
         state,
         phase=Phase.PAUSED,
-        reason=f"{reason}; goes on from step {state.back_to} when the fleet suffices"
+        reason=f"{reason}; continues from step {state.back_to} when the fleet suffices"
         + snapshots.again_words(state),
         failures=failures,
         broken=broken,

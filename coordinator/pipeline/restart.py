@@ -145,7 +145,7 @@ class Returns:
             self.of[state.job] = Returning(record.assigned, workers, set(workers), until_s, since)
             return found
         self.profiling.holds[state.job] = Hold(until_s, workers)
-        reason = f"the coordinator was restarted; goes on from step {state.checkpoint.step}"
+        reason = f"the coordinator was restarted; continues from step {state.checkpoint.step}"
         return replace(state, phase=Phase.PAUSED, reason=reason)
 
     def failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:

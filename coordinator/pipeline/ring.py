@@ -245,7 +245,7 @@ class Rings:
         gathering = self._gathering.pop(state.job)
         step = gathering.snapshot.step
         names = " and ".join(map(self.effects.label, gathering.snapshot.keepers[rank]))
-        why = f"the snapshot of step {step} is lost with {names}; goes on from step {state.checkpoint.step}"
+        why = f"the snapshot of step {step} is lost with {names}; continues from step {state.checkpoint.step}"
         self.step(state.job, RingChanged(Ring(failed=why)))
         self.step(state.job, Waits(why))
         self.effects.advance = True

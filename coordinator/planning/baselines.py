@@ -116,7 +116,7 @@ def given_pieces(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
             f"come, for example {GIVEN_CUT}26,65:0,1,0"
         )
     if any(a == b for a, b in pairwise(whose)):
-        raise UsageError(f"{GIVEN_CUT}{text}: two pieces in a row are on one device: they are one")
+        raise UsageError(f"{GIVEN_CUT}{text}: two consecutive pieces are on one device; join them")
     return starts, whose
 
 
@@ -139,5 +139,5 @@ def given_cut(problem: Problem, text: str) -> Candidate:
         order.insert(0, order.pop(problem.owner))
     found = Candidate(tuple(order[at] for at in owners), starts)
     if not problem.keeps_pins(found):
-        raise PlanError(f"{GIVEN_CUT}{text}: device 0 has the data, and not all that reads them is its")
+        raise PlanError(f"{GIVEN_CUT}{text}: device 0 has the data, but not all ops that read it")
     return found

@@ -363,7 +363,9 @@ def plan_candidates(problem: Problem, partitioner: str, effort: Effort | None = 
     known_partitioner(partitioner)
     given = partitioner.startswith(GIVEN_CUT)
     if problem.pinned and not given and partitioner not in SEARCHED:
-        raise UsageError(f"partitioner {partitioner} cuts in a row, pinned data need a device at both ends")
+        raise UsageError(
+            f"{partitioner} gives a device one interval of ops; pinned data need one at both ends"
+        )
     if partitioner in SEARCHED:
         found = search(problem, effort)
     else:
@@ -457,7 +459,7 @@ def _problem(request: PlanRequest) -> Problem:
     if not request.dag.ops:
         raise PlanError("the model has no ops: nothing to plan")
     if request.pinned and request.pinned not in request.fleet.index:
-        raise PlanError(f"worker {request.pinned} has the job's data, and is not there or not idle")
+        raise PlanError(f"worker {request.pinned} holds the job's data, but is absent or busy")
     check_compression(training.compression)
     wanted = None if schedule == "auto" else ScheduleName(schedule)
     wire = request.wire or Wire()

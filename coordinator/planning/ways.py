@@ -42,7 +42,7 @@ class Asked(NamedTuple):
         """The exchange that this is."""
         found = wanted_exchange(*self)
         if found is None:
-            raise PlanError(f"exchange {self.how} has no steps of a machine's own")
+            raise PlanError(f"exchange {self.how} has no local steps")
         return found
 
 

@@ -66,7 +66,7 @@ def back_up(config: CoordinatorConfig, target: Path) -> Saved:
     if not journal.is_file():
         raise UsageError(f"{config.state_dir} holds no {JOURNAL}: give the --state-dir of `atoll serve`")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is there already: give a folder that is new or empty")
+        raise UsageError(f"{target} already exists: give a folder that is new or empty")
     unfinished = target.with_name(f".{target.name}.unfinished")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -260,7 +260,7 @@ class BlobStore:
         except FileNotFoundError:
             raise Gone(f"blob {name[:12]} is not in the store; submit the job again") from None
         except OSError as error:
-            raise StorageError(f"cannot read under {self.root}: {error.strerror}; see to its disk") from error
+            raise StorageError(f"cannot read under {self.root}: {error.strerror}; check its disk") from error
 
     def delete(self, names: Collection[str], unless: Callable[[str], bool] = lambda name: False) -> int:
         """Delete these blobs where they are here; returns the bytes freed.

@@ -144,7 +144,7 @@ class GraphStore:
                 (
                     defect(self._store, name, blob, leaves[name])
                     if name in leaves
-                    else f"{name!r} is no tensor that its stage stores"
+                    else f"{name!r} is not a tensor that its stage stores"
                     for name, blob in tensors.items()
                 ),
             ),

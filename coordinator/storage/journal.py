@@ -353,7 +353,7 @@ def _url(where: Path | str) -> sa.URL:
     try:
         url = sa.make_url(where)
     except (sa.exc.ArgumentError, ValueError):  # not told which part: it may hold a password
-        raise UsageError(f"--database is no database URL; write {_EXAMPLES}") from None
+        raise UsageError(f"--database is not a database URL; write {_EXAMPLES}") from None
     # The driver of our extra, whichever this SQLAlchemy would take.
     return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
 

@@ -207,7 +207,7 @@ class RunLogs:
         self._jobs: dict[str, RunLog] = {}
 
     def of(self, job: str) -> RunLog:
-        """The job's RunLog; UsageError for a name that is no plain file name."""
+        """The job's RunLog; UsageError for a name that is not a plain file name."""
         if job not in self._jobs:
             if not job or "/" in job or job.startswith("."):
                 raise UsageError(f"job {job[:80]!r} is not a name of a job")

@@ -95,7 +95,9 @@ def _strategies_page() -> str:
 
 def _needs(kind: type[Strategy]) -> Iterator[str]:
     facts = kind.FACTS
-    yield "linear: partial sums give the aggregate" if facts.linear else "not linear: needs each update apart"
+    yield (
+        "linear: partial sums give the aggregate" if facts.linear else "not linear, needs individual updates"
+    )
     if facts.linear and not facts.bounded:
         yield "no sums in whole numbers"
     yield "the server need not see single updates" if facts.secure else "the server sees single updates"

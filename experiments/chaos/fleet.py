@@ -116,7 +116,7 @@ def filled(command: str, **names: str) -> list[str]:
     try:
         return [word.format(**names) for word in shlex.split(command)]
     except (ValueError, KeyError, IndexError) as error:
-        raise UsageError(f"{command!r} is no command with {{{'}, {'.join(names)}}}: {error}") from None
+        raise UsageError(f"{command!r} is not a command with {{{'}, {'.join(names)}}}: {error}") from None
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ def _data_of(path: Path) -> bytes:
     """The member of a Debian package that holds its files."""
     data = path.read_bytes()
     if not data.startswith(_AR):
-        raise UsageError(f"{path.name} is no Debian package")
+        raise UsageError(f"{path.name} is not a Debian package")
     at = len(_AR)
     while at + _AR_HEADER <= len(data):
         name, size = (

@@ -275,7 +275,7 @@ def _unpack(wanted: Package, packed: Path, folder: Path, progress: Progress) -> 
             sums[name] = _copy(member, folder / name)
             progress(len(sums), wanted.n_files)
     except UNREADABLE as error:
-        raise UsageError(f"{packed.name} is no archive that can be read: {error}; fetch it again") from None
+        raise UsageError(f"{packed.name} is not a readable archive: {error}; fetch it again") from None
     if len(sums) != wanted.n_files:
         raise UsageError(f"{packed.name} holds {len(sums)} of {wanted.n_files} expected files; it is refused")
     (folder / SUMS).write_text(json.dumps(sums))
@@ -294,7 +294,7 @@ def _copy(member: Member, target: Path) -> str:
     """Write one member; returns its SHA-256."""
     source, digest = member.open(), sha256()
     if source is None:
-        raise UsageError(f"{member.name} is no plain file; the archive is refused")
+        raise UsageError(f"{member.name} is not a plain file; the archive is refused")
     with source, target.open("xb") as file:
         while data := source.read(COPY_BYTES):
             digest.update(data)

@@ -23,7 +23,7 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT, lowest_port: int 
     else:
         raise UsageError(f"address {text!r}; write HOST:PORT, for example 192.0.2.7:{DEFAULT_PORT}")
     if ":" in host and not _is_ipv6(host):
-        raise UsageError(f"address {text!r}: {host} is no IPv6 address; write HOST:PORT or [IPV6]:PORT")
+        raise UsageError(f"address {text!r}: {host} is not an IPv6 address; write HOST:PORT or [IPV6]:PORT")
     if not lowest_port <= port <= 65535:
         raise UsageError(f"port {port} of {text!r}; write HOST:PORT, a port from {lowest_port} to 65535")
     return host, port

@@ -44,7 +44,7 @@ class Proxy:
 
 def proxy_for(host: str, environment: Mapping[str, str] = os.environ) -> Proxy | None:
     """The environment's proxy for connections of ours that gRPC does not make; None: directly. UsageError
-    when it is no http://HOST:PORT."""
+    when it is not http://HOST:PORT."""
     excepted = environment.get("no_grpc_proxy") or environment.get("no_proxy") or ""
     if any(_names(entry.strip(), host) for entry in excepted.split(",")):
         return None
@@ -57,7 +57,7 @@ def proxy_for(host: str, environment: Mapping[str, str] = os.environ) -> Proxy |
     except ValueError:
         port = None
     if not parts.hostname or parts.scheme not in ("", "http"):
-        raise UsageError(f"the environment's proxy {parts.hostname or '?'} is no http://HOST:PORT")
+        raise UsageError(f"the environment's proxy {parts.hostname or '?'} is not http://HOST:PORT")
     login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else ""
     return Proxy(parts.hostname, port or 80, login)
 

@@ -55,23 +55,23 @@ def parse(table: Mapping[str, Any], where: str) -> tuple[Pinned, ...]:
     found = sorted(_package(name, facts, where) for name, facts in table.items())
     names = [package.name for package in found]
     if twice := [name for at, name in enumerate(names) if name in names[:at]]:
-        raise UsageError(f"{where}: package {twice[0]} stands there twice")
+        raise UsageError(f"{where}: package {twice[0]} is listed twice")
     return tuple(found)
 
 
 def _package(name: str, facts: Any, where: str) -> Pinned:
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{where}: {name[:80]!r} is no name of a package; {EXAMPLE}")
+        raise UsageError(f"{where}: {name[:80]!r} is not a package name; {EXAMPLE}")
     if not isinstance(facts, dict) or facts.keys() != {"version", "sha256"}:
         raise UsageError(f"{where}: package {name}: {EXAMPLE}, and nothing else")
     number, hashes = facts["version"], facts["sha256"]
     if not isinstance(number, str) or len(number) > _VERSION_CHARS or not _VERSION.fullmatch(number):
-        raise UsageError(f"{where}: package {name}: {str(number)[:80]!r} is no exact version; {EXAMPLE}")
+        raise UsageError(f"{where}: package {name}: {str(number)[:80]!r} is not an exact version; {EXAMPLE}")
     if not isinstance(hashes, list) or not 1 <= len(hashes) <= MAX_HASHES:
         raise UsageError(f"{where}: package {name}: 1 to {MAX_HASHES} hashes of wheels; {EXAMPLE}")
     for digest in hashes:
         if not isinstance(digest, str) or not _HASH.fullmatch(digest):
-            raise UsageError(f"{where}: package {name}: {str(digest)[:80]!r} is no SHA-256; {EXAMPLE}")
+            raise UsageError(f"{where}: package {name}: {str(digest)[:80]!r} is not a SHA-256; {EXAMPLE}")
     return Pinned(normal(name), number, tuple(sorted(set(hashes))))
 
 

@@ -43,7 +43,7 @@ class Environment:
         if wrong := difference(self.site, self._files):
             raise AccessDenied(
                 f"an app's packages are not what was installed: {wrong} in {self.site}; see who did that: "
-                "the next run installs them anew"
+                "the next run installs them again"
             )
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Shelf:
                     self._install(folder, packages, stop)
                     opened = self._opened(folder, packages)
                 if opened is None:
-                    raise StorageError(f"{folder} changed in this moment; try again")
+                    raise StorageError(f"{folder} changed while it was read; try again")
                 self._make_room(folder, opened)
                 return opened
             except OSError as error:

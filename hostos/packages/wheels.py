@@ -39,7 +39,7 @@ def chosen(folder: Path, packages: Sequence[Pinned]) -> list[Path]:
         name = normal(path.name.split("-")[0])
         package = by_name.get(name)
         if package is None or path.suffix != ".whl" or path.is_symlink() or name in found:
-            raise BadFrame(f"{path.name[:80]!r} is no wheel of the app's packages")
+            raise BadFrame(f"{path.name[:80]!r} is not a wheel of the app's packages")
         if digest(path) not in package.hashes:
             raise BadFrame(f"{path.name[:80]!r} has none of the hashes that the app gives for {package}")
         found[name] = path
@@ -82,7 +82,7 @@ def unpack(wheels: Sequence[Path], most_bytes: int, into: Path | None = None) ->
             ValueError,
             RuntimeError,
         ) as error:
-            raise BadFrame(f"{wheel.name[:80]} is no readable wheel: {str(error)[:200]}") from None
+            raise BadFrame(f"{wheel.name[:80]} is not a readable wheel: {str(error)[:200]}") from None
     return files
 
 
@@ -101,7 +101,7 @@ def _placed(archive: zipfile.ZipFile, wheel: str) -> Iterator[tuple[str, zipfile
         )
         packed = entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
         if odd or packed or stat.S_ISLNK(mode) or entry.flag_bits & 1:
-            raise BadFrame(f"{wheel[:80]} holds {name[:80]!r}, which is no plain file inside it")
+            raise BadFrame(f"{wheel[:80]} holds {name[:80]!r}, which is not a plain file inside it")
         if entry.is_dir() or CACHE in path.parts or path.suffix == ".pth":
             continue
         if path.parts[0].endswith(".data"):

@@ -94,7 +94,7 @@ def own_strategy(kind: Kind) -> Kind:
     """Make a subclass of ``OwnStrategy`` a frozen dataclass that jobs of this process can name. UsageError
     for a name that is taken."""
     if not issubclass(kind, OwnStrategy):
-        raise UsageError(f"{kind.__name__} is no OwnStrategy; derive it from strategies.own.OwnStrategy")
+        raise UsageError(f"{kind.__name__} is not an OwnStrategy; derive it from strategies.own.OwnStrategy")
     made: Any = dataclass(frozen=True)(kind)
     name = checked_name(f"{kind.__name__}.name", made.name)
     if name in STRATEGIES:
@@ -130,5 +130,5 @@ def _installed(name: str) -> type[OwnStrategy] | None:
     except Exception as error:
         raise UsageError(f"strategy {name}: {found.value} does not load: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, OwnStrategy) and kind.name == name):
-        raise UsageError(f"strategy {name}: {found.value} is no class of that name made by @own_strategy")
+        raise UsageError(f"strategy {name}: {found.value} is not a class of that name made by @own_strategy")
     return kind

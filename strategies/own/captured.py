@@ -119,7 +119,7 @@ def _proven(what: str, method: Method, values: Sequence[str]) -> Formula:
     formula = _traced(what, method, values, STAND_IN)
     other = _traced(what, method, values, OTHER)
     if _form(formula) != _form(other):
-        raise UsageError(f"{what}() is another formula for another shape; use no shapes and sizes")
+        raise UsageError(f"{what}() gives another formula for another shape; do not use shapes or sizes")
     for meta in PROVEN_AT:
         _prove(what, method, formula, values, meta)
     return formula
@@ -202,7 +202,7 @@ def _node(node: Any, env: Mapping[Any, Arg], meta: TensorMeta) -> OpNode:
     target = str(node.target)
     found = node.meta.get("val")
     if not isinstance(found, Tensor):
-        raise UsageError(f"the op {target} is none of a formula's; give results the values' dtype")
+        raise UsageError(f"the op {target} is not allowed in a formula; give results the values' dtype")
     shape = tuple(int(size) for size in found.shape)
     output = TensorMeta(STAND_IN.shape if shape == meta.shape else shape, _name(found.dtype))
     return OpNode(
@@ -229,7 +229,7 @@ def _argument(target: str, arg: Any, env: Mapping[Any, Arg]) -> Arg:
             return TorchLiteral("memory_format", str(arg).removeprefix("torch."))
         case list() | tuple():
             return tuple(_argument(target, item, env) for item in arg)
-    raise UsageError(f"the op {target} takes a {type(arg).__name__}, which cannot travel")
+    raise UsageError(f"the op {target} takes a {type(arg).__name__}, which cannot be sent")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -50,7 +50,7 @@ def check_own(strategy: OwnStrategy) -> None:
         except AtollError as error:
             raise UsageError(f"{strategy.name}, model in {dtype}: {error}") from None
         if not _same(one.weights, two.weights):
-            raise UsageError(f"{strategy.name}: the same rounds give another model")
+            raise UsageError(f"{strategy.name}: repeating the same rounds gives a different model")
         _check_parts(rule, one, updates)
         _answer(rule, one, ClientState(), 0, dtype)
 

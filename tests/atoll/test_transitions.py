@@ -112,11 +112,11 @@ def bare(state: str, event: FromStage, now_s: float) -> str:  # type: ignore[typ
 @pytest.mark.parametrize(
     ("phase", "handler", "why"),
     [
-        (Other.IDLE, begin, "begin: <Other.IDLE: 'idle'> is no Phase"),
-        ("idle", begin, "begin: 'idle' is no Phase"),
-        (Phase.IDLE, foreign, "foreign: .*Foreign.* is no event of this machine"),
-        (Phase.IDLE, unannotated, "unannotated: None is no event of this machine"),
-        (Phase.IDLE, bare, "bare: .*FromStage.* is no event of this machine"),
+        (Other.IDLE, begin, "begin: <Other.IDLE: 'idle'> is not a Phase"),
+        ("idle", begin, "begin: 'idle' is not a Phase"),
+        (Phase.IDLE, foreign, "foreign: .*Foreign.* is not an event of this machine"),
+        (Phase.IDLE, unannotated, "unannotated: None is not an event of this machine"),
+        (Phase.IDLE, bare, "bare: .*FromStage.* is not an event of this machine"),
     ],
 )
 def test_what_is_no_phase_or_no_event_is_refused_at_registration(

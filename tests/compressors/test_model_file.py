@@ -230,7 +230,7 @@ OF_W = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (dense_with({}, bytes(8)), "lacks"),
         (dense_with({"w": OF_W}, bytes(9)), "9 bytes of tensors"),
         (dense_with([], b""), "list"),
-        (dense_with(b"[" * 3000, b""), "no JSON"),
+        (dense_with(b"[" * 3000, b""), "not JSON"),
         (struct.pack("<Q", 2**63) + bytes(100), "header of"),
         (b"", "0 bytes"),
     ],

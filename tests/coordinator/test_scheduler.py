@@ -390,7 +390,7 @@ def test_steps_since_the_checkpoint_before_a_torn_one_are_rolled_back_in_the_met
     world.lose("b")
     world.wait(1.0)
     world.handle(ev.TornFound("job-1", 2, "a blob of it is gone"))
-    assert world.state().reason == "a blob of it is gone; goes on from step 1"
+    assert world.state().reason == "a blob of it is gone; continues from step 1"
     world.join("c")
     assert (world.state().phase, world.state().step) == (jobs.Phase.LOADING, 1)
     assert rolled_back(world) == [(1, 2.0)]

@@ -290,7 +290,7 @@ def test_what_lies_between_hosts_needs_a_command(capsys: pytest.CaptureFixture[s
     ways = Network("cut {one} {other}", "", "heal {one} {other}")
     assert possible(ways, (Kind.CUT,)) == (Kind.CUT,)
     assert filled(ways.cut_by, one="a", other="b") == ["cut", "a", "b"]
-    with pytest.raises(UsageError, match="no command"):
+    with pytest.raises(UsageError, match="not a command"):
         filled("cut {three}", one="a", other="b")
 
 

@@ -76,7 +76,7 @@ class _Lost(Exception):
 class LocalPopulation:
     """The clients of ``federation`` on ``hosts``, each with its folder of states below ``folder``.
 
-    UsageError for a strategy that needs each update apart, or without a host.
+    UsageError for a strategy that needs individual updates, or without a host.
     """
 
     def __init__(

@@ -179,7 +179,7 @@ def test_an_app_that_is_too_large_names_its_largest_file(tmp_path: Path) -> None
         (PROJECT.replace("mine.server:app", "mine.server"), "serverapp"),
         (PROJECT.replace("mine.client:app", "worker.client:app"), "Atoll itself uses"),
         (PROJECT.replace("rounds = 3", "rounds = [3]"), "rounds is list"),
-        ("[[[", "no TOML"),
+        ("[[[", "not TOML"),
     ],
 )
 def test_a_project_file_that_lacks_something_says_what(tmp_path: Path, text: str, words: str) -> None:
@@ -230,7 +230,7 @@ def test_a_bundle_comes_out_as_it_went_in(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_lead_outside_are_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:
-    assert "no plain file" in refused(zipped((name, b"x")), tmp_path) or name == ""
+    assert "not a plain file" in refused(zipped((name, b"x")), tmp_path) or name == ""
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,10 @@ def test_an_apps_owner_hears_at_once_that_compiled_files_are_not_taken(tmp_path:
 
 
 def test_links_doubles_and_compressed_files_are_refused(tmp_path: Path) -> None:
-    assert "no plain file" in refused(zipped(("a.py", b"/etc/passwd"), mode=stat.S_IFLNK | 0o777), tmp_path)
-    assert "no plain file" in refused(zipped(("a.py", b""), ("A.py", b"")), tmp_path)
-    assert "no plain file" in refused(zipped(("a.py", b"0" * 10**6), how=zipfile.ZIP_DEFLATED), tmp_path)
+    link = zipped(("a.py", b"/etc/passwd"), mode=stat.S_IFLNK | 0o777)
+    assert "not a plain file" in refused(link, tmp_path)
+    assert "not a plain file" in refused(zipped(("a.py", b""), ("A.py", b"")), tmp_path)
+    assert "not a plain file" in refused(zipped(("a.py", b"0" * 10**6), how=zipfile.ZIP_DEFLATED), tmp_path)
 
 
 def test_too_many_too_large_or_other_bytes_are_refused(

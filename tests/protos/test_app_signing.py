@@ -34,12 +34,12 @@ def test_nonsense_is_nobodys_signature(wrong: bytes) -> None:
 
 def test_a_key_is_never_replaced_and_a_wrong_file_or_publisher_is_named(tmp_path: Path) -> None:
     make_key(tmp_path / "lab.key")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         make_key(tmp_path / "lab.key")
     (tmp_path / "no.key").write_text("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n")
     for name in ("no.key", "missing.key"):
         with pytest.raises(UsageError, match=r"atoll flower key"):
             sign(tmp_path / name, HASH)
     for text in ("", "ed25519:", "ed25519:AAAA", "ed25519:" + "!" * 44):
-        with pytest.raises(UsageError, match="is no publisher"):
+        with pytest.raises(UsageError, match="is not a publisher"):
             checked_publisher(text)

@@ -183,7 +183,7 @@ class Checks:
     def _failed(self, coordinator: Coordinator, job: str, reason: str) -> None:
         """None ends on one word. Looked at as it ends: a coordinator that starts anew has forgotten earlier
         tries."""
-        if "done anew" in reason and coordinator.scheduler.jobs[job].doubt is None:
+        if "step was repeated" in reason and coordinator.scheduler.jobs[job].doubt is None:
             raise Violation(f"{job} ends as diverged after one try: {reason}")
 
     def _paused(self, coordinator: Coordinator, job: str, reason: str) -> None:

@@ -58,7 +58,7 @@ def test_without_an_idle_worker_the_round_closes_without_the_peer_which_joins_ag
     assert [fact.step for fact in world.facts(StepCommitted)] == list(range(7, 48, 8))
     without = [met for met in world.facts(RoundMet) if met.missing]
     assert set(without[0].missing) == {"w0", "w1"}
-    moved_s = next(at_s for at_s, text in world.clock.story if "the others go on without w1" in text)
+    moved_s = next(at_s for at_s, text in world.clock.story if "the others continue without w1" in text)
     assert without[0].at_s - moved_s < 3.0
     assert world.facts(RoundMet)[-1].missing == {}
 

@@ -127,7 +127,7 @@ def test_a_saved_state_is_resumed_by_its_own_rule_only() -> None:
         flower.AtollStrategy(make_strategy("fedavgm", {"beta": 0.5})).resume(saved)
     for key in ("rule", "facts", "roles"):
         broken = ArrayRecord({k: a for k, a in saved.items() if k != key})
-        with pytest.raises(UsageError, match="no saved state"):
+        with pytest.raises(UsageError, match="not a saved state"):
             flower.AtollStrategy(make_strategy("fedavgm")).resume(broken)
     with pytest.raises(UsageError, match="before its first round"):
         flower.AtollStrategy(make_strategy("fedavgm")).save()

@@ -280,7 +280,7 @@ def test_gpt2s_layers_are_quantised_and_what_is_trained_or_tied_is_not() -> None
         (lambda: nn.Linear(64, 64).requires_grad_(False), "nf4", "head", "matches 'head'"),
         (lambda: nn.Linear(3, 5).requires_grad_(False), "nf4", "*", "15 elements, no multiple of 64"),
         (lambda: nn.Linear(64, 64, device="meta").requires_grad_(False), "int8", "*", "load the numbers"),
-        (lambda: nn.Linear(64, 64).requires_grad_(False), "int3", "*", "no kind"),
+        (lambda: nn.Linear(64, 64).requires_grad_(False), "int3", "*", "not a kind"),
         (lambda: nn.Linear(64, 64).double().requires_grad_(False), "nf4", "*", "cast it to float32"),
     ],
 )

@@ -204,7 +204,7 @@ HOSTILE: dict[str, tuple[Forward, str]] = {
         writes(lambda s, x, y: s.normalise(x, s.mean, s.var, 3.0)), "buffer 'mean'.*momentum"
     ),
     "running statistics in a part of a buffer": (
-        writes(lambda s, x, y: s.normalise(x, s.store[1], s.store[2])), "batch_norm.*no buffer of"
+        writes(lambda s, x, y: s.normalise(x, s.store[1], s.store[2])), "batch_norm.*not a buffer of"
     ),
     "batch norm of two samples, repeated": (
         writes(lambda s, x, y: s.normalise(x[:2].repeat(4, 1), s.mean, s.var)), "buffer 'mean'.*slice"
@@ -339,7 +339,7 @@ FORGED = {
             node("aten.sum.dim_IntList", WEIGHTS, (0,), shape=(D,)),
             node("aten.batch_norm.default", X, None, None, OpRef(-1), None, True, 0.1, 1e-5, False),
         ),
-        "running_mean is no buffer",
+        "running_mean is not a buffer",
     ),
     "an op before what it reads": Forgery(
         (node("aten.relu.default", OpRef(1000)),), "not those of an honest call"
@@ -469,7 +469,7 @@ class Elsewhere(FedImpro):
     [
         (Taking, "'fedimpro_means' is not written as FedImpro's method does"),
         (Unlabelled, "labels that are not one a sample"),
-        (Split, "not one a sample|no sum or mean|not written"),
+        (Split, "not one a sample|not a sum or mean|not written"),
         (Overwriting, "features that are not one a sample.*by their place"),
         (Scaling, "computed from values that an op overwrites"),
         (Twice, "'fedimpro_means' is written 2 times"),

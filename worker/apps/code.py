@@ -40,7 +40,7 @@ class AppCode:
         if wrong:
             raise AccessDenied(
                 f"app {self.hash[:16]} does not run here: {wrong} in {self.folder} since it was unpacked, so "
-                "these are not the files that were accepted; see who did that: the next run unpacks them anew"
+                "these are not the files that were accepted; see who did that; the next run unpacks them"
             )
 
     def intact(self) -> bool:

@@ -166,7 +166,7 @@ class AppStore:
         return _publishers(read_object(self.root / "publishers.json", MAX_FILE_BYTES))
 
     def accept_publisher(self, name: str) -> str:
-        """Accept whatever this publisher signs, from now on. UsageError for what is no publisher."""
+        """Accept whatever this publisher signs, from now on. UsageError for what is not a publisher."""
         name = checked_publisher(name)
         with self._changing_publishers() as found:
             found[name] = time.time()

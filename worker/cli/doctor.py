@@ -242,7 +242,7 @@ def _connect(config: WorkerConfig, report: Report) -> None:
             address = connection.getpeername()[0]
     except socket.gaierror:
         raise ConnectionFailed(
-            f"{config.host} is no known name; check the spelling, or use its address"
+            f"{config.host} is not a known name; check the spelling, or use its address"
         ) from None
     except TimeoutError:
         raise ConnectionFailed(

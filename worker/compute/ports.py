@@ -325,7 +325,7 @@ class DaemonNetwork:
                     return offset
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError(f"{held} bytes are on their way to {peer}")
+                    raise TimeoutError(f"{held} bytes for {peer} are still in flight")
                 self._room.wait(min(left_s, POLL_S * 10))
 
     # ------------------------------------------------------------ the daemon's side

@@ -225,7 +225,7 @@ def _enter(
     if ca is None:
         return Membership(enrolled.worker, None, address, offset_s)
     if not of_one_coordinator(enrolled.ca_pem, ca):
-        raise AccessDenied(f"{config.entry_address} answers with another CA than the token's; join anew")
+        raise AccessDenied(f"{config.entry_address} has another CA than the token's; get a new token")
     made = identity_from(key, enrolled.certificate_pem, enrolled.ca_pem)
     made.save(config.identity_dir)
     return Membership(made.name, made, address, offset_s)

@@ -62,7 +62,7 @@ class Policy:
         for rule in self.accept:
             _check_rule(rule)
         if len(self.accept) > 1 and {ASK, ANY} & {*self.accept}:
-            raise UsageError("--accept ask and --accept any stand alone: each says it of every job")
+            raise UsageError("--accept ask and --accept any each apply to every job; give no other --accept")
         for name, count in (
             ("--min-clients", self.min_clients),
             ("--max-rounds", self.max_rounds),

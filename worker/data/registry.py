@@ -281,7 +281,7 @@ class _Writer:
         for name, array in made.items():
             kind = (array.dtype.name, tuple(array.shape[1:]))
             if self.kinds.setdefault(name, kind) != kind:
-                raise UsageError(f"field {name!r} is {kind} here and {self.kinds[name]} before")
+                raise UsageError(f"field {name!r} is {kind} here, but was {self.kinds[name]} before")
             data = array.tobytes()
             files[name].write(data)
             self.digests[name].update(data)

@@ -203,7 +203,7 @@ class SafetensorsSource:
         try:
             opened: Any = safe_open(path, framework="numpy")
         except (SafetensorError, IsADirectoryError) as error:
-            raise UsageError(f"{path} is no safetensors file: {error}") from None
+            raise UsageError(f"{path} is not a safetensors file: {error}") from None
         self._file = opened
         self.keys = tuple(opened.keys())
         self.described = ", ".join(self.keys[:20])

@@ -118,7 +118,7 @@ def settle(array: Array, dtype: str, shape: tuple[int, ...] | None) -> Array:
         dtype = dtype or "float32"  # as nets are trained in
     array = numbers_of(array) if array.dtype == object else array
     if array.dtype.kind == "f":
-        refuse(~np.isfinite(array), array, "is no finite number")
+        refuse(~np.isfinite(array), array, "is not a finite number")
     array = _converted(array, dtype or array.dtype.name)
     if shape is not None:
         array = _reshaped(array, shape)
@@ -135,9 +135,9 @@ def numbers_of(cells: Array) -> Array:
         try:
             float(cell)
         except ValueError:
-            what = f"{str(cell)[:40]!r} is no number" if str(cell).strip() else "the cell is empty"
+            what = f"{str(cell)[:40]!r} is not a number" if str(cell).strip() else "the cell is empty"
             raise BadValue(f"{what}; mend it, or use missing:VALUE or classes:A,B", at) from None
-    raise BadValue("a cell is no number")
+    raise BadValue("a cell is not a number")
 
 
 def refuse(wrong: Array, array: Array, why: str) -> None:
@@ -157,8 +157,8 @@ def _converted(array: Array, dtype: str) -> Array:
         refuse(~np.isfinite(found), array, f"does not fit into {dtype}")
         return found
     if array.dtype.kind == "f":
-        refuse(~np.isfinite(array), array, "is no finite number")
-        refuse(array != np.rint(array), array, f"is no whole number, and the field is {dtype}")
+        refuse(~np.isfinite(array), array, "is not a finite number")
+        refuse(array != np.rint(array), array, f"is not a whole number, and the field is {dtype}")
         refuse(np.abs(array) > EXACT_FLOAT, array, "is too large to be read exactly as a number")
     low, high = (0, 1) if wanted.kind == "b" else (np.iinfo(wanted).min, np.iinfo(wanted).max)
     if array.dtype.kind != "b":
@@ -248,7 +248,7 @@ def _classes(array: Array, step: Transform) -> Array:
         word = str(cell).strip()
         if word not in numbers:
             known = ", ".join(step.words[:8]) + (", ..." if len(step.words) > 8 else "")
-            raise BadValue(f"{word[:40]!r} is none of the classes {known}", at)
+            raise BadValue(f"{word[:40]!r} is not one of the classes {known}", at)
         found[at] = numbers[word]
     return found
 

@@ -98,7 +98,7 @@ def add_weights(
             _drop(state_dir, before.blobs.keys())
         return weights
     except OSError as error:
-        raise StorageError(f"cannot add {source}: {error}; free space, or see to the disk") from None
+        raise StorageError(f"cannot add {source}: {error}; free space, or check the disk") from None
     finally:
         lock.release()
 
@@ -122,7 +122,7 @@ def remove_weights(state_dir: Path, name: str) -> int:
         path.unlink(missing_ok=True)
         return _drop(state_dir, found.blobs.keys())
     except OSError as error:
-        raise StorageError(f"cannot remove {name}: {error.strerror}; see to its disk") from None
+        raise StorageError(f"cannot remove {name}: {error.strerror}; check its disk") from None
     finally:
         lock.release()
 

@@ -67,7 +67,7 @@ class FileShelf:
                 written = os.pwrite(self._file, left, at)
                 left, at = left[written:], at + written
         except OSError as error:
-            raise StorageError(f"cannot put activations away: {error.strerror}") from None
+            raise StorageError(f"cannot store activations: {error.strerror}") from None
         self._places.append((offset, data.numel()))
         return len(self._places) - 1
 
@@ -92,7 +92,7 @@ class FileShelf:
         while left:
             read = os.preadv(self._file, [left], at)
             if not read:
-                raise StorageError("activations that were put away are cut short")
+                raise StorageError("stored activations are truncated")
             left, at = left[read:], at + read
         return found
 

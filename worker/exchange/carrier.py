@@ -87,7 +87,7 @@ def packed(message: Message) -> Tensor:
 def split(frame: Tensor, most: int) -> Iterator[Tensor]:
     """Yield the pieces of a frame, as many as its bound has; ValueError where it is longer."""
     if len(frame) > most:
-        raise ValueError(f"a message of {len(frame)} bytes where {most} are the most")
+        raise ValueError(f"a message of {len(frame)} bytes; at most {most}")
     for number in range(len(pieces_of(most))):
         yield frame[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
 

@@ -58,11 +58,11 @@ def train_clients(
     """Train ``clients`` one after another; their sum is written, their states are proposed.
 
     A client whose training fails, or whose update the grid does not hold, is refused alone. UsageError for a
-    strategy that needs each update apart; Cancelled.
+    strategy that needs individual updates; Cancelled.
     """
     core = trainer.rule.core
     if not isinstance(core, Linear):
-        raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
+        raise UsageError(f"{core.name} needs individual updates; its clients cannot be a population")
     broadcast, coding, path = asked.broadcast, asked.coding, asked.path
     core = core.during(broadcast.extra)
     held, refused = Accumulator(asked.grid), {}

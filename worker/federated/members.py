@@ -73,7 +73,7 @@ class Members:
         if self._owner is not None and name == self._owner.name:
             return self._owner
         if name not in self.usable:
-            raise BadFrame(f"client {name!r} is none of this machine's {len(self.usable)}")
+            raise BadFrame(f"client {name!r} is not one of this machine's {len(self.usable)}")
         return self._made(name, self._rows[name])
 
     def rest(self) -> None:

@@ -285,7 +285,7 @@ class Participation:
         """Write the sum over the clients that the order names."""
         core = self._trainer.rule.core
         if not isinstance(core, Linear):
-            raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
+            raise UsageError(f"{core.name} needs individual updates; its clients cannot be a population")
         return train_clients(
             self._trainer,
             self.members.in_turn(order.clients),

@@ -53,7 +53,7 @@ def ask_facts(
         if line.startswith("{"):
             return _facts(line)
     last = f": {clean(lines[-1], MAX_REASON_CHARS)}" if lines else ""
-    raise AtollError(f"no facts of the device: the process that looks at it {how}{last}")
+    raise AtollError(f"cannot inspect the device: the process that inspects it {how}{last}")
 
 
 def _run(command: Sequence[str], within_s: float) -> tuple[bytes, str]:

@@ -30,13 +30,13 @@ HEAD = """# Settings of atoll-worker for this state folder; `atoll-worker config
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings that were written, by name; nothing where none were.
 
-    UsageError with the place where the file is no TOML; an older version's file that is damaged counts as
+    UsageError with the place where the file is not TOML; an older version's file that is damaged counts as
     absent.
     """
     path = folder / SETTINGS_FILE
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} is larger than {MAX_FILE_BYTES >> 10} KiB; delete what is no setting")
+            raise UsageError(f"{path} is larger than {MAX_FILE_BYTES >> 10} KiB; delete all but settings")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return _older(folder / OLDER_FILE)

@@ -248,7 +248,7 @@ class Leader:
         process."""
         self._stop()
         if self._reach.interface:
-            self._died("a call failed in this site, whose processes start anew")
+            self._died("a call failed in this site; its processes restart")
 
     def _stop(self) -> None:
         if not self._followers:

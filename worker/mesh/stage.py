@@ -291,7 +291,7 @@ class MeshStage(Stage):
             yield
             return
         if self._broken:
-            raise MeshBroken("a process of this mesh failed in the midst of a call; the stage is loaded anew")
+            raise MeshBroken("a process of this mesh failed during a call; the stage is loaded again")
         self._within = True
         try:
             self._tell(pb.MeshWork(call=call, **fields))  # type: ignore[arg-type]

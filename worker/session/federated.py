@@ -75,7 +75,7 @@ def _secure(state: Session, event: ev.SecureOrder) -> Step:
         or state.key == event.exchange
     ):
         return state, (event,)
-    stopped = _stopped(state, f"round {event.round} begins anew")
+    stopped = _stopped(state, f"round {event.round} starts again")
     return replace(state, phase=Phase.ENROLLED), (*stopped, event)
 
 

@@ -173,7 +173,7 @@ class Assignment:
         replica = self._replica_in(plan)
         if replica is None:
             raise PlanError(
-                f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
+                f"plan {plan.version} has other stages than {self.version}: it must be loaded again"
             )
         changed = replace(
             self, version=plan.version, plan=plan, links=links, first_step=step, replica=replica

@@ -62,7 +62,7 @@ def load(store: Fetched, name: str, blob: str, state: StateMeta) -> dict[str, Te
     try:
         tensors = load_file(store.path(blob))
     except (SafetensorError, OSError) as error:
-        raise BadFrame(f"blob {blob[:12]} of {name} is no safetensors file: {error}") from None
+        raise BadFrame(f"blob {blob[:12]} of {name} is not a safetensors file: {error}") from None
     value = tensors.get("value")
     if value is None or len(tensors) > 1 + STATE_KEYS:
         raise BadFrame(f"blob {blob[:12]} of {name} holds {sorted(tensors)[:5]}, expected 'value'")

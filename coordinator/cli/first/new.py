@@ -66,7 +66,7 @@ def write(folder: Path, template: Template) -> Path:
         with path.open("x") as file:  # what somebody wrote is never overwritten
             file.write(text.replace(NAMED, f'name="{name}"'))
     except FileExistsError:
-        raise UsageError(f"{path} is there already; give another folder") from None
+        raise UsageError(f"{path} already exists; give another folder") from None
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; give another folder") from None
     return path

@@ -130,7 +130,7 @@ def revoke(
     if common.json:
         print_json({"name": name, "revoked": True})
     else:
-        out.print(f"{name} is no owner any more")
+        out.print(f"{name} is no longer an owner")
 
 
 @owner_app.command("log", epilog="Example: atoll owner log --json")

@@ -68,7 +68,7 @@ class RelayOptions:
     def relaying(self, *, insecure: bool) -> Relaying:
         """The configuration. UsageError for a relay that the coordinator is and is not to run."""
         if self.no_relay and (self.relay_port or self.relay_mbit or self.relay_gib_a_day):
-            raise UsageError("--no-relay with options of the own relay; leave one of them out")
+            raise UsageError("--no-relay contradicts the options of the coordinator's relay; leave one out")
         own = not self.no_relay and (not insecure or self.relay_port > 0)
         return Relaying(
             port=self.relay_port if own else None,

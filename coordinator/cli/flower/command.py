@@ -171,7 +171,7 @@ def _nodes(nodes: int, federation_config: list[str] | None) -> int:
     given = parse_pairs(federation_config or [], "--federation-config")
     known = {"num-supernodes", "options.num-supernodes"}
     if odd := sorted(given.keys() - known):
-        raise UsageError(f"--federation-config: {odd[0]!r} has no meaning here; num-supernodes has")
+        raise UsageError(f"--federation-config: {odd[0]!r} is not supported; only num-supernodes is")
     found = {value for value in given.values() if isinstance(value, int) and 0 < value <= 10_000}
     if len(found) != min(1, len(given)) or (nodes and found and found != {nodes}):
         raise UsageError("--federation-config: give num-supernodes=N once, from 1 to 10000, or --nodes N")

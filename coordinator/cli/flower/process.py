@@ -31,7 +31,7 @@ def perform(folder: RunFolder, setup: dict[str, Any], keeper: Keeper) -> None:
     app = Path(record.folder)
     bundle = make_bundle(app)
     if bundle.hash != record.hash:
-        raise UsageError(f"files of {app} changed in this moment; try again")
+        raise UsageError(f"files of {app} changed while they were read; try again")
     signer, signature = (bytes.fromhex(part) for part in setup["signed"])
     wish = Wish(app, bundle, setup["config"], setup["nodes"], setup["wait_s"], setup["show_log"])
     wish = replace(wish, signed=(signer, signature), run=int(record.run, 16), packages=setup["packages"])

@@ -34,9 +34,9 @@ FromWorkers = Annotated[
     bool | None,
     typer.Option(
         "--from-workers/--upload-all",
-        help="--from-workers: copy the weights that workers already hold (`atoll-worker model add`) from those workers; "
-        "--upload-all: send everything from this machine. Default: from workers, unless the coordinator is on this "
-        "machine.",
+        help="--from-workers: copy the weights that workers already hold (`atoll-worker model add`) "
+        "from those workers; --upload-all: send everything from this machine. Default: from workers, unless "
+        "the coordinator is on this machine.",
     ),
 ]
 
@@ -185,13 +185,13 @@ def _asked_s(train_for: str, resume: str) -> float:
     """Return the seconds of --for, 0 without. Raises UsageError."""
     seconds = parse_duration(train_for) if train_for else 0.0
     if seconds and resume:
-        raise UsageError("--for counts steps from the first, --resume goes on at a later one; give --steps")
+        raise UsageError("--for counts from the first step, but --resume starts at a later one; give --steps")
     return seconds
 
 
 def _check_timed(job: Job) -> None:
     if job.federated is not None:
-        raise UsageError(f"{job.name} is federated and trains in rounds, which no plan times; give --steps")
+        raise UsageError(f"{job.name} is federated, and no plan predicts a round's time; give --steps")
 
 
 def wait_for_workers(

@@ -58,7 +58,7 @@ def unpacked(files: tuple[ShippedFile, ...], folder: Path, get: Callable[[Any], 
         finally:
             shutil.rmtree(made, ignore_errors=True)
         if not folder.is_dir():
-            raise StorageError(f"cannot rename {made} to {folder}; look what is there")
+            raise StorageError(f"cannot rename {made} to {folder}; check what is there")
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror}; free some space") from None
 

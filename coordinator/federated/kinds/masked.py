@@ -132,7 +132,7 @@ class SecureRound(Round):
 def _books(state: FederationState) -> Books:
     """The books of a secure round. LookupError outside of one."""
     if state.secure is None:
-        raise LookupError(f"{state.job}: round {state.round} is none whose updates are masked")
+        raise LookupError(f"{state.job}: round {state.round} does not mask its updates")
     return state.secure
 
 

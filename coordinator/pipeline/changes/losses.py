@@ -127,7 +127,7 @@ class Losses:
         if begun(state) and not self.effects.storage:
             again = Recovery(state, record, self.effects.roster, frozenset({rank})).once_more()
             chosen = again if again.reason else chosen
-        end = "; planned anew" if chosen.plan is None else ""
+        end = "; planned again" if chosen.plan is None else ""
         reason = f"{words}; {chosen.reason}{end}"
         self.step(state.job, replace(chosen, cause=Cause.UNFIT, reason=reason))
 

@@ -109,7 +109,7 @@ class Recovery:
         wrong = not_repeatable(state, self.record) or self._unlogged(newcomers)
         if wrong or not at_hand(self.roster, place.worker, state.job):
             return anew(state, wrong or f"stage {place.stage}'s worker is not at hand")
-        words = f"it repeats {steps} steps, then the job is planned anew from step {state.step}"
+        words = f"it repeats {steps} steps, then the job is planned again from step {state.step}"
         return moved(state, state.workers, newcomers, Cause.UNFIT, words)
 
     def _taken_over(self) -> PlanChange:
@@ -131,7 +131,7 @@ class Recovery:
         workers = [taken.get(rank, worker) for rank, worker in enumerate(state.workers)]
         words = ", ".join(self._taken_words(rank, taken[rank]) for rank in sorted(self.lost))
         prices = [self._price(rank, taken[rank]) for rank in self.lost]
-        found = moved(state, workers, self._newcomers, Cause.LOST, words or "all connect anew")
+        found = moved(state, workers, self._newcomers, Cause.LOST, words or "all reconnect")
         return replace(found, price=max(prices, key=lambda one: one.pause_s, default=Price()))
 
     def _taken_words(self, rank: int, worker: str) -> str:
@@ -178,9 +178,9 @@ class Recovery:
             return anew(state, "no peer is left that holds its state")
         without = ", ".join(self.roster.label(state.workers[rank]) for rank in sorted(self.lost))
         freed = ", ".join(self.roster.label(state.workers[rank]) for rank in sorted(gone - self.lost))
-        words = f"the others go on without {without}" if without else "all connect anew"
+        words = f"the others continue without {without}" if without else "all reconnect"
         words += f", and {freed} of the same pipeline" if freed else ""
-        why = "the other peers keep their steps and go on without it; those of its period are lost"
+        why = "the other peers keep their steps and continue without it; those of its period are lost"
         found = moved(state, state.workers, newcomers, Cause.LOST, words, absent=absent)
         return replace(found, price=Price(self.roster.liveness.dead_after_s, why=why))
 
@@ -258,7 +258,7 @@ def _others_go_on(state: JobState, roster: Roster, left: Plan, instead: str) -> 
     """Return the price of going on with the replicas that are ``left``; ``instead``: why nobody takes
     over."""
     notice_s, before, after = roster.liveness.dead_after_s, state.adopted.prediction, left.prediction
-    why = f"the other replicas go on without it: {notice_s:.1f} s to notice"
+    why = f"the other replicas continue without it: {notice_s:.1f} s to notice"
     found = Price(notice_s)
     if before is not None and after is not None and before.step_s > 0:
         found = priced(state, before.step_s, after.step_s, notice_s)
@@ -274,7 +274,7 @@ def _back(state: JobState, roster: Roster, why: str) -> Price:
     stored_s = max(loaded_s(state, roster, rank, place.worker)[0] for rank, place in places)
     words = (
         f"back to step {step} ({why}): {notice_s:.1f} s to notice, "
-        f"about {PLANNED_WITHIN_S:.0f} s to plan anew, {stored_s:.1f} s to load"
+        f"about {PLANNED_WITHIN_S:.0f} s to plan again, {stored_s:.1f} s to load"
     )
     words += f", {steps} steps of {each_s:.2g} s by all" if steps else ""
     pause_s = notice_s + PLANNED_WITHIN_S + stored_s + steps * each_s

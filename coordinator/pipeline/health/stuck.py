@@ -123,7 +123,7 @@ def _idle_words(seat: Seat, silent_s: float, label: Callable[[str], str]) -> str
     elif seat.waits.what == "data":
         waits = f"waits {min(seat.waits.seconds, silent_s):.0f} s for data"
     else:
-        waits = f"waits for {seat.waits.peer or 'nobody'}, which is none of its neighbours"
+        waits = f"waits for {seat.waits.peer or 'nobody'}, which is not one of its neighbours"
     return (
         f"{label(seat.worker)} {waits} and delivers nothing; it has made no progress for {seat.still_s:.0f} s"
     )

@@ -79,7 +79,7 @@ class Suspicion:
                 elapsed_s = self.effects.now_s - state.run.begun_s if state.run.begun_s is not None else None
                 return self.effects.roster.judge(worker, message, elapsed_s)
             case ev.StateStored(forged=forged) if forged and current(state, message.version):
-                return f"{worker} stored what is no checkpoint: {forged}"
+                return f"{worker} stored what is not a checkpoint: {forged}"
             case ev.StateStored(tensors=tensors):
                 odd = sorted(name for name in tensors if not _known(state, rank, name))
                 return f"{worker} stored {odd[0]!r}, which {state.job} does not have" if odd else None

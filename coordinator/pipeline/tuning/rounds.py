@@ -100,7 +100,7 @@ class Rounds:
         table = newer_table(state, self.effects.roster, workers, state.present)
         share = moved_share(exchange.pairs, table) if table is not None else 0.0
         if share >= MOVED:
-            words = f"{share:.0%} of the pairs are faster or slower than they were: pairs are drawn anew"
+            words = f"{share:.0%} of the pairs are faster or slower than they were: pairs are drawn again"
             newer = replace(exchange, pairs=table)
             yield moved(state, workers, (), Cause.CHOSEN, words, exchange=newer)
 

@@ -121,7 +121,7 @@ class Owners:
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
             raise UsageError(f"owner {name[:60]!r}; give 1 to {MAX_NAME_CHARS} printable characters")
         if name == OWNER or name in self._others or len(self._others) >= MAX_OWNERS:
-            raise UsageError(f"owner {name!r} is there already, or {MAX_OWNERS} are; revoke one first")
+            raise UsageError(f"owner {name!r} already exists, or {MAX_OWNERS} do; revoke one first")
         made = Owner(name, role, secret_hash(secret), self._clock(), quota)
         self._keep({**self._others, name: made})
         return made

@@ -69,7 +69,7 @@ MAX_LOG_FIELDS_CHARS = 8192
 MAX_SPANS_A_MESSAGE = 20_000
 REPLACED = (
     "another process has taken over this worker's session: it runs from a copy of the same state folder; "
-    "give each worker a folder of its own, and join anew from this one with a token"
+    "give each worker a folder of its own, and join again from this one with a token"
 )
 _sessions = itertools.count(1)
 
@@ -312,7 +312,7 @@ class WorkService(rpc.WorkServicer):
                 return "", f"{len(lacking)} tensors of its stage are not in it, first {min(lacking)!r}"
             if message.kept:  # on its own disk: what these are is looked at when they come
                 beyond = message.tensors.keys() - own.keys() - shared
-                return "", f"{min(beyond)!r} is no tensor that its stage stores" if beyond else ""
+                return "", f"{min(beyond)!r} is not a tensor that its stage stores" if beyond else ""
             n_bytes = sum(map(shell.blobs.held, set(message.tensors.values())))
             forged = shell.graphs.forged(message.tensors, own)
             if forged and not all(map(shell.blobs.has, message.tensors.values())):

@@ -177,8 +177,8 @@ def test_sums_where_each_update_is_taken_apart_are_dropped_and_strategies_withou
     sums = host(server, half, drawn_of(each), {c: each[c] for c in "abc"})
     half.open("", 5)
     found = half.aggregate(0, {"d": each["d"], "host-1": sums}, 5, 1)
-    assert found.dropped == {"host-1": "a sum of several clients in a round that takes each update apart"}
-    for rule, why in (("krum", "krum needs each update apart"), ("qfedavg", "weighs clients by what")):
+    assert found.dropped == {"host-1": "a sum of several clients in a round that needs individual updates"}
+    for rule, why in (("krum", "krum needs individual updates"), ("qfedavg", "weighs clients by what")):
         other = made(tmp_path / rule, strategy=rule)
         half = other.half()
         half.open("", 5)

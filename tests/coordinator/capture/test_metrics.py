@@ -65,7 +65,7 @@ def test_metrics_survive_the_wire() -> None:
     assert dag_from_bytes(dag_bytes(dag)).metrics == dag.metrics
     message = to_proto(dag)
     message.metrics[0].op = 0  # a tensor of many elements
-    with pytest.raises(BadFrame, match="no scalar"):
+    with pytest.raises(BadFrame, match="not a scalar"):
         from_proto(message)
 
 

@@ -423,7 +423,7 @@ def test_a_worker_is_kicked_by_id_or_name(
             5,
             "no coordinator answers at 127.0.0.1:9",
         ),
-        (["status", "--coordinator", "127.0.0.1:9", "--token", "hello"], 6, "no join token"),
+        (["status", "--coordinator", "127.0.0.1:9", "--token", "hello"], 6, "not a join token"),
         (["status"], 2, "give --coordinator"),
         (["plan", "nowhere.py", "--fleet", "fleet.toml"], 2, "nowhere.py is not a file"),
         (["ops", "nowhere.py"], 2, "is not a file"),

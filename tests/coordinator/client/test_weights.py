@@ -144,7 +144,7 @@ def test_what_is_no_folder_of_weights_is_refused_in_words(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="cannot be read"):
         with_weights(_job(_meta(), tmp_path))
     (tmp_path / INDEX).write_text("[]")
-    with pytest.raises(UsageError, match="no index of safetensors"):
+    with pytest.raises(UsageError, match="not an index of safetensors"):
         with_weights(_job(_meta(), tmp_path))
     with pytest.raises(UsageError, match="give the path of a folder"):
         replace(_job(Tied()), weights=3)  # type: ignore[arg-type]

@@ -158,7 +158,7 @@ def test_data_that_cannot_move_stay_and_without_their_host_the_client_is_named()
     fleet = {"a": Rate(10.0), "b": Rate(1.0)}
     fixed = [Task(f"c{at}", 10, "a", inf) for at in range(3)]
     assert assign([*fixed, *tasks(5)], fleet).clients == {"a": ("c0", "c1", "c2"), "b": ("c00",)}
-    with pytest.raises(UsageError, match="'lost', which alone has the data of client 'c', left"):
+    with pytest.raises(UsageError, match="'lost' has left; only it has the data of client 'c'"):
         assign([Task("c", 10, "lost", inf)], fleet)
     with pytest.raises(UsageError, match="3 clients and no host"):
         assign(fixed, {})

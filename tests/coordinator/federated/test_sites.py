@@ -167,7 +167,7 @@ def test_no_order_of_faults_counts_an_update_twice_or_keeps_a_round_open(seed: i
         ({"buffer": 2}, "no buffer="),
         ({"privacy": Privacy(noise=1.0, clip=1.0), "clients": 4, "evaluate_every": 0}, "no privacy="),
         ({"secure": Secure(), "evaluate_every": 0}, "no secure="),
-        ({"strategy": "krum"}, "needs each update apart"),
+        ({"strategy": "krum"}, "needs individual updates"),
         ({"strategy": "qfedavg"}, "without a bound"),
         ({"gateways": "a,,b"}, "names of workers"),
     ],

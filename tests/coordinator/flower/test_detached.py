@@ -86,7 +86,7 @@ def test_runs_are_found_by_their_first_digits(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="2 runs begin with 1f"):
         detached.find(tmp_path, "1f")
     for wrong in ("../x", "run.json", "1F"):
-        with pytest.raises(UsageError, match="is no run"):
+        with pytest.raises(UsageError, match="is not a run"):
             detached.find(tmp_path, wrong)
     assert detached.find(tmp_path / "nowhere", "") is None
 

@@ -122,7 +122,7 @@ def test_a_folder_is_loaded_as_the_model_that_it_names(arguments: TrainingArgume
     assert all(part.training for part in resumed.modules()), "dropout of the base, as in transformers"
     assert len(trained) == 2
     assert all("lora_" in name for name in trained)
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         job(tmp_path / "nowhere", rows, arguments)
 
 

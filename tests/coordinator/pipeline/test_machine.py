@@ -388,7 +388,7 @@ def test_a_lost_stage_pauses_the_job_and_the_next_plan_goes_on_from_the_checkpoi
     state, _ = committed(state)
     state, todo = step(state, jobs.anew(state, "w1 is lost: silent for 2.1 s"))
     assert state.phase is Phase.PAUSED
-    assert "goes on from step 2" in state.reason
+    assert "continues from step 2" in state.reason
     assert todo == [Placed(("w0", "w1", "w2"), "w1 is lost: silent for 2.1 s")]
     for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(2, 2))):
         state, _ = step(state, event)

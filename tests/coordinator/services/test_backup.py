@@ -63,7 +63,7 @@ def test_a_copy_taken_while_it_runs_starts_with_its_jobs_tokens_and_workers(tmp_
         assert again.server is not None
         assert worker.worker in again.server.register.workers
         assert again.server.journal.term == 2
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         back_up(config(tmp_path / "state"), target)
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_backed_up_here_is_said(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").touch()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         back_up(config(tmp_path), tmp_path / "taken")
 
 

@@ -127,8 +127,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ("url", "says"),
     [
         ("nonsense://host/atoll", "no installed package knows databases of nonsense://host/atoll"),
-        ("://atoll", "no database URL"),
-        ("postgresql://host:port/atoll", "no database URL"),
+        ("://atoll", "not a database URL"),
+        ("postgresql://host:port/atoll", "not a database URL"),
         ("sqlite://host/atoll", "cannot be used: Invalid SQLite URL"),
     ],
 )

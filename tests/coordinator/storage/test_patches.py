@@ -105,7 +105,7 @@ def test_a_delta_that_is_none_leaves_nothing_and_the_whole_blob_is_taken(tmp_pat
         (base, cut, "delta|piece"),
         (base, wrong, "hash|frame|delta"),
         (other, good, "of other blobs"),
-        (base, store.put(b"x"), "no delta"),
+        (base, store.put(b"x"), "not a delta"),
     ):
         with pytest.raises(UsageError, match=words):
             store.patch(name_of(new), len(new), before, coded, "w")

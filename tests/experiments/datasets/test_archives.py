@@ -1,4 +1,4 @@
-"""Packages of three registries are archives of three kinds, and what is no plain file is said to be none."""
+"""Packages of three registries are archives of three kinds, and what is not a plain file is refused."""
 
 from __future__ import annotations
 

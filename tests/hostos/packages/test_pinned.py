@@ -33,7 +33,7 @@ def test_a_table_becomes_pinned_packages_and_lines_of_one_package_each() -> None
     "a;python_version>'3'", "https://h/x.whl", "a @ file:///x", "", "a" * 200, "ä", "a==1", "a#",
 ])  # fmt: skip
 def test_no_name_can_be_an_option_an_address_a_path_or_a_marker(name: str) -> None:
-    with pytest.raises(UsageError, match="no name of a package"):
+    with pytest.raises(UsageError, match="not a package name"):
         parse({name: {"version": "1", "sha256": [HASH]}}, "here")
 
 
@@ -46,7 +46,7 @@ def test_no_name_can_be_an_option_an_address_a_path_or_a_marker(name: str) -> No
     {"version": "1" * 65, "sha256": [HASH]},
 ])  # fmt: skip
 def test_a_package_is_an_exact_version_and_hashes_and_nothing_else(facts: Any) -> None:
-    with pytest.raises(UsageError, match=r"here: package a: .*sha256|no SHA-256|hashes of wheels"):
+    with pytest.raises(UsageError, match=r"here: package a: .*sha256|not a SHA-256|hashes of wheels"):
         parse({"a": facts}, "here")
 
 

@@ -40,7 +40,7 @@ def test_modules_are_unpacked_and_scripts_pth_files_and_caches_are_not(tmp_path:
 @pytest.mark.parametrize("name", ["../out.py", "/out.py", "a/../../out.py", "a\\b.py", "C:out.py", "a//b.py"])
 def test_no_name_leads_outside(tmp_path: Path, name: str) -> None:
     make_wheel(tmp_path / "w", "tiny", {name: "x"})
-    with pytest.raises(BadFrame, match="no plain file inside"):
+    with pytest.raises(BadFrame, match="not a plain file inside"):
         unpack(only(tmp_path / "w"), ROOM, tmp_path / "a" / "site")
     assert not list(tmp_path.rglob("out.py"))
 
@@ -51,7 +51,7 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
         entry = zipfile.ZipInfo("tiny.py")
         entry.external_attr = (stat.S_IFLNK | 0o777) << 16
         archive.writestr(entry, "/etc/passwd")
-    with pytest.raises(BadFrame, match="no plain file inside"):
+    with pytest.raises(BadFrame, match="not a plain file inside"):
         unpack([path], ROOM, tmp_path / "site")
 
 
@@ -94,7 +94,7 @@ def test_only_a_wheel_of_an_accepted_hash_is_chosen(tmp_path: Path) -> None:
     with pytest.raises(BadFrame, match="none of the hashes"):
         chosen(tmp_path, [package])
     (tmp_path / "more.txt").touch()
-    with pytest.raises(BadFrame, match=r"'more.txt' is no wheel"):
+    with pytest.raises(BadFrame, match=r"'more.txt' is not a wheel"):
         chosen(tmp_path, [package])
 
 

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "one number": (lambda self, at: at.gradient.sum(), "'gradient' is one number"),
     "a row": (lambda self, at: at.gradient + at.gradient.sum(0), "aten.sum.dim_IntList"),
     "branches": (lambda self, at: at.gradient if at.weight.sum() > 0 else at.weight, "use torch.where"),
-    "reads a size": (lambda self, at: at.gradient / at.gradient.numel(), "use no shapes and sizes"),
+    "reads a size": (lambda self, at: at.gradient / at.gradient.numel(), "do not use shapes or sizes"),
     "draws": (lambda self, at: torch.randn_like(at.gradient), "the op aten.randn_like.default"),
     "writes": (lambda self, at: at.gradient.add_(1.0), r"the op aten\.add_\.Tensor"),
     "lifts": (lambda self, at: at.gradient * torch.tensor(0.1), "write them as numbers"),
@@ -229,7 +229,7 @@ def test_every_array_that_is_declared_is_computed() -> None:
         captured(trial(CLIENT=("kept",)))
     with pytest.raises(UsageError, match=r"after\(\) does not return 'up'"):
         captured(trial(SENT_UP=("up",), CLIENT=("kept",), after=lambda self, at: {"kept": at.delta}))
-    with pytest.raises(UsageError, match="'other' is sent down, but is no array of the server"):
+    with pytest.raises(UsageError, match="'other' is sent down, but is not an array of the server"):
         captured(trial(SENT_DOWN=("other",)))
 
 
@@ -269,7 +269,7 @@ FORGED: dict[str, tuple[OpNode, str]] = {
     "matrix": (node("aten.mm.default", value("gradient"), value("gradient")), "element by element"),
     "shape": (node(outputs=(TensorMeta((1 << 20, 1 << 20), "float32"),)), "bytes|makes"),
     "later": (node("aten.neg.default", OpRef(0)), "comes after"),
-    "leaf": (node("aten.neg.default", LeafRef(Source.PARAMETER, "w")), "no value of it"),
+    "leaf": (node("aten.neg.default", LeafRef(Source.PARAMETER, "w")), "reads a value that it does not have"),
     "random": (node(random=True), "makes"),
     "autocast": (node(autocast=Autocast(True, "bfloat16")), "makes"),
     "two": (node(outputs=(STAND_IN, STAND_IN), is_tuple=True), "makes"),
@@ -399,7 +399,7 @@ def test_a_name_of_ours_is_refused_at_the_class() -> None:
     with pytest.raises(UsageError, match=r"Mine\.name = 'fedavg'; that is one of ours"):
         own_strategy(type("Mine", (OwnStrategy,), {"name": "fedavg"}))
     other: Any = SimpleNamespace
-    with pytest.raises(UsageError, match="is no OwnStrategy"):
+    with pytest.raises(UsageError, match="is not an OwnStrategy"):
         own_strategy(other)
 
 
@@ -425,5 +425,5 @@ def test_an_installed_package_s_strategy_is_found_by_its_entry_point(
     check_own(make_own("installed_one", {}))
     with pytest.raises(UsageError, match="strategy broken_one: theirs_strategies:Missing does not load"):
         make_own("broken_one", {})
-    with pytest.raises(UsageError, match=r"strategy misnamed: .* is no class of that name"):
+    with pytest.raises(UsageError, match=r"strategy misnamed: .* is not a class of that name"):
         make_own("misnamed", {})

@@ -109,7 +109,7 @@ def test_accepting_without_allowing_or_half_a_hash_is_wrong_usage() -> None:
         WorkerConfig("h", accept_apps=(A,))
     with pytest.raises(UsageError, match="64 hexadecimal"):
         WorkerConfig("h", allow_apps=True, accept_apps=(A[:12],))
-    with pytest.raises(UsageError, match="is no publisher"):
+    with pytest.raises(UsageError, match="is not a publisher"):
         WorkerConfig("h", allow_apps=True, accept_apps=("ed25519:AAAA",))
 
 

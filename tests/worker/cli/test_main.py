@@ -306,7 +306,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]):
     [
         (["join"], 2, "no coordinator given"),
         (["join", "h:1", "--memory", "lots"], 2, "4GiB"),
-        (["join", "h:1", "--token", "nonsense"], 6, "no join token"),
+        (["join", "h:1", "--token", "nonsense"], 6, "not a join token"),
         (["join", "h:1", "--device", "tpu"], 2, "auto, cpu, cuda"),
         (["join", "h:1", "--insecure", "--token", "x"], 2, "leave one of them out"),
         (["leave"], 2, "no worker runs"),

@@ -191,7 +191,7 @@ def test_a_proxy_asks_for_the_relay_with_its_login() -> None:
     request = Address("p", 1, "user:word").request("::1", 7702)
     assert request.startswith(b"CONNECT [::1]:7702 HTTP/1.1\r\nHost: [::1]:7702\r\n")
     assert request.endswith(b"Proxy-Authorization: Basic dXNlcjp3b3Jk\r\n\r\n")
-    with pytest.raises(UsageError, match="no http://HOST:PORT"):
+    with pytest.raises(UsageError, match="not http://HOST:PORT"):
         proxy_for("relay", {"https_proxy": "socks5://p:1"})
 
 

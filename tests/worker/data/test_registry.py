@@ -120,14 +120,14 @@ def test_csv_columns_by_name_range_number_and_the_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "schema", "told"),
     [
-        ("a,b\n1,2\n3,oak\n", "x=b", r"t.csv line 3, column 'b': field 'x': 'oak' is no number"),
+        ("a,b\n1,2\n3,oak\n", "x=b", r"t.csv line 3, column 'b': field 'x': 'oak' is not a number"),
         ("a,b\n1,2\n3,\n", "x=a,b", r"line 3, column 'b': field 'x': the cell is empty.*missing"),
         ("a,b\n1,2\n3\n", "x=a", r"line 3 has 1 columns, the first line has 2"),
-        ("a,b\n1,2.5\n", "x:int64=b", r"line 2, column 'b'.*2.5 is no whole number"),
+        ("a,b\n1,2.5\n", "x:int64=b", r"line 2, column 'b'.*2.5 is not a whole number"),
         ("a,b\n1,300\n", "x:uint8=b", r"300.* does not fit into uint8, 0 to 255"),
-        ("a,b\n1,nan\n", "x=b", r"nan is no finite number"),
+        ("a,b\n1,nan\n", "x=b", r"nan is not a finite number"),
         ("a,b\n1,1e40\n", "x:float32=b", r"does not fit into float32"),
-        ("a,b\n1,red\n", "x=b|classes:blue,green", r"'red' is none of the classes blue, green"),
+        ("a,b\n1,red\n", "x=b|classes:blue,green", r"'red' is not one of the classes blue, green"),
         ("a,b\n1,2\n", "x:float32[3]=a,b", r"shape \[2\], 2 elements; declared is \[3\], 3"),
         ("a,b\n1,2\n", "x=c", r"no column 'c'; it has columns a, b"),
         ("a,a\n1,2\n", "x=a", r"2 columns named 'a'"),

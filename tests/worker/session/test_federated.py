@@ -227,7 +227,7 @@ def test_keys_for_a_new_attempt_end_the_training_for_the_one_before() -> None:
         Session(), *JOINED, train(0, "x"), again, masked(0, "x"), train(0, "y"), masked(0, "y")
     )
     assert todo[3:] == [
-        do.Interrupt("round 0 begins anew"),
+        do.Interrupt("round 0 starts again"),
         again,
         train(0, "y"),
         do.Send(masked(0, "y")),

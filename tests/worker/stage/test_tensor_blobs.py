@@ -63,7 +63,7 @@ def test_what_was_stored_comes_back_bit_equal(store: Store, cache: BlobCache) ->
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"no safetensors at all", "no safetensors file"),
+        (b"no safetensors at all", "not a safetensors file"),
         (save({"other": VALUE}), "expected 'value'"),
         (save({"value": VALUE.T.contiguous()}), "the model has float32"),
         (save({"value": VALUE.double()}), "the model has float32"),

@@ -138,7 +138,7 @@ class PopulationStates:
     def path(self, client: str) -> Path:
         """Return the file of ``client``, as it goes to another host. StorageError for one without."""
         if client not in self._counts:
-            raise StorageError(f"no state of client {client!r} is here; it starts anew")
+            raise StorageError(f"no state of client {client!r} is stored here; it starts without any")
         return self.folder / self._counts[client].file
 
     def forget(self, clients: Collection[str]) -> None:

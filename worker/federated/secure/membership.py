@@ -99,7 +99,7 @@ class SecureRounds:
         if self._member is None or self._member.exchange != exchange:
             raise BadFrame(
                 "secure aggregation: this member has no keys of that exchange, as they end with its process; "
-                "the round must begin anew"
+                "the round must start again"
             )
         return self._member
 

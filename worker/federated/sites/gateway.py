@@ -46,7 +46,7 @@ class Gateway:
         round's. UsageError for a strategy without sums; ConnectionFailed, StorageError, Cancelled."""
         core = self.strategy.core
         if not isinstance(core, Linear):
-            raise UsageError(f"{core.name} needs each update apart; a gateway cannot sum them")
+            raise UsageError(f"{core.name} needs individual updates; a gateway cannot sum them")
         core = core.during(extra)
         held = Accumulator(core.round_grid(order.drawn, order.drawn_samples))
         rows, refused = dict[str, Row](), dict[str, str]()

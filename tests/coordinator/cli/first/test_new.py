@@ -48,7 +48,7 @@ def test_the_constants_of_a_template_can_be_set(tmp_path: Path) -> None:
 def test_a_job_file_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.py").write_text("mine")
     assert run(app, ["new", str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert (tmp_path / "job.py").read_text() == "mine"
 
 

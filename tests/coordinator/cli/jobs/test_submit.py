@@ -94,7 +94,7 @@ def test_a_plan_without_a_prediction_has_no_steps_to_count(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--for", "1m", "--resume", "j-1"], "--resume goes on at a later one"),
+        (["--for", "1m", "--resume", "j-1"], "--resume starts at a later one"),
         (["--for", "soon"], "for example 24h"),
     ],
 )
@@ -128,7 +128,7 @@ def test_rounds_are_not_counted_by_a_time(
 ) -> None:
     (tmp_path / "federated.py").write_text(FEDERATED)
     assert run(app, ["submit", str(tmp_path / "federated.py"), "--for", "1m", *server.options]) == 2
-    assert "trains in rounds" in capsys.readouterr().err
+    assert "is federated" in capsys.readouterr().err
     assert script.submissions == {}
 
 

@@ -54,7 +54,7 @@ def test_a_replica_beside_a_whole_one_costs_the_time_to_notice_it() -> None:
     for cost in costs(world):
         assert cost.pause_s == 2.0
         assert cost.why == (
-            "the other replicas go on without it: 2.0 s to notice; no idle worker can take over stage 0"
+            "the other replicas continue without it: 2.0 s to notice; no idle worker can take over stage 0"
         )
 
 

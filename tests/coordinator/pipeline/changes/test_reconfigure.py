@@ -124,7 +124,7 @@ def test_steps_in_front_of_the_newest_checkpoint_are_not_repeated() -> None:
     assert world.state().checkpoint.step == 4
     step(world)
     leave(world, "a")
-    why = "no idle worker can take over stage 0; goes on from step 4"
+    why = "no idle worker can take over stage 0; continues from step 4"
     assert any(why in str(i.fields) for i in world.all(do.Log))
 
 

@@ -82,7 +82,7 @@ def test_what_cannot_be_is_said() -> None:
     dag = labelled(PLAIN)
     with pytest.raises(PlanError, match="worker w9 has the job's data"):
         planned(dag, "w9")
-    with pytest.raises(UsageError, match="even cuts in a row"):
+    with pytest.raises(UsageError, match="even gives a device one interval"):
         planned(dag, "w1", partitioner="even")
     for training in (TrainingSpec(1, 4, replicas="2"), TrainingSpec(1, 4, exchange="diloco")):
         with pytest.raises(UsageError, match="one pipeline around it"):

@@ -70,7 +70,7 @@ class Forger(FakeWorker):
     ("names", "shape", "words"),
     [
         (None, (4,), "the model has float32"),
-        (("w0", "w1", "w2", "w3"), (WIDTH, WIDTH), "no tensor that its stage stores"),
+        (("w0", "w1", "w2", "w3"), (WIDTH, WIDTH), "not a tensor that its stage stores"),
         ((), (WIDTH, WIDTH), "tensors of its stage are not in it"),
     ],
 )
@@ -156,11 +156,11 @@ def test_no_stage_replaces_what_another_stores(
 
     def put_out() -> list[str]:
         status = owner.call("Status", pb.StatusRequest())
-        return [w.reason for w in status.workers if "stored what is no checkpoint" in w.reason]
+        return [w.reason for w in status.workers if "stored what is not a checkpoint" in w.reason]
 
     if added:
         eventually(lambda: len(put_out()) == 1)
-        assert f"{added[0]!r} is no tensor that its stage stores" in put_out()[0]
+        assert f"{added[0]!r} is not a tensor that its stage stores" in put_out()[0]
         return
     assert owner.watch(job).state == "finished"
     places = running.call(lambda server: server.shell.scheduler.jobs[job].plan.places)
