@@ -180,7 +180,7 @@ def logs(
 
 @with_groups
 def stop(run: RunName, *, common: Common) -> int:
-    """End a run: one detached on this machine is shut down in order, any other at the coordinator."""
+    """End a run: one detached on this machine shuts down cleanly, any other is ended at the coordinator."""
     folder = detached.find(common.state_dir or default_state_dir(), run.lower())
     if folder is not None:
         ended = _stopped_here(folder)
