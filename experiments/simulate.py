@@ -71,6 +71,26 @@ def register(app: typer.Typer) -> None:
     )(simulate)
 
 
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="The training data, in a form that `atoll-worker data add` takes. Default: the data set "
+        "registered on this machine under the name in the job, or the fetched corpus of that "
+        "name.",
+    ),
+]
+OnRay = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run the workers on a Ray cluster, named as for `atoll ray up`; auto: the one of which this "
+        "machine is a node.",
+    ),
+]
+
+
 @with_groups
 def simulate(
     jobfile: JobFile,
@@ -103,24 +123,8 @@ def simulate(
             help="Threads of each; default: the machine's, or the Ray cluster's, shared out.",
         ),
     ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="ADDRESS",
-            help="Run the workers on a Ray cluster, named as for `atoll ray up`; auto: the one of which this "
-            "machine is a node.",
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="The training data, in a form that `atoll-worker data add` takes. Default: the data set "
-            "registered on this machine under the name in the job, or the fetched corpus of that "
-            "name.",
-        ),
-    ] = None,
+    ray: OnRay = None,
+    data: Data = None,
     schema: Annotated[
         list[str] | None,
         typer.Option(metavar="FIELD", help="With --data: same as for `atoll-worker data add`."),

@@ -488,10 +488,7 @@ class Ledger:
             case NoisedAsked():
                 job.spent = fact.privacy
             case UpdateTaken():
-                # A client that trains anew has no other update: the one before was refused.
-                same = [n for n, held in job.waiting.items() if held.members.keys() & fact.members.keys()]
-                self._counted(job, [name for name in same if name != fact.name])
-                job.waiting = {**job.waiting, fact.name: fact}
+                self._waits(job, fact)
             case RoundClosed():
                 self._close(job, fact)
                 self.credits.closed(owner, fact.at_s, fact.took_s, fact.participants, fact.dropped)
@@ -601,6 +598,12 @@ class Ledger:
         for told in fact.participants.values():
             job.bytes_up += int(told.get("bytes_up", 0))
             job.bytes_down += int(told.get("bytes_down", 0))
+
+    def _waits(self, job: JobRecord, taken: UpdateTaken) -> None:
+        """Have an update wait. A client that trained again has no other: the one before was refused."""
+        same = [n for n, held in job.waiting.items() if held.members.keys() & taken.members.keys()]
+        self._counted(job, [name for name in same if name != taken.name])
+        job.waiting = {**job.waiting, taken.name: taken}
 
     def _counted(self, job: JobRecord, names: Iterable[str]) -> None:
         """Let go of what these updates rested on."""

@@ -548,6 +548,10 @@ class JobState:
         """Ranks that have a worker: all of them, unless peers are lost that have no successor."""
         return self.plan.present if self.plan else ()
 
+    def stumbling(self, cause: Cause) -> Stumbled:
+        """Count a stage that failed by itself, if it did. Peers are judged by who diverges in a period."""
+        return self.stumbled.again(self.step) if cause is Cause.BROKEN and not self.local else self.stumbled
+
     @property
     def local(self) -> bool:
         """Whether the plan's peers take steps of their own."""

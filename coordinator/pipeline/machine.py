@@ -556,7 +556,7 @@ def _change(state: JobState, event: PlanChange, now_s: float) -> Outcome:
 
 def _too_often(state: JobState, cause: Cause) -> bool:
     """Whether replacing stages has not helped: the checkpoint is what is left before giving up."""
-    blamed = max(state.broken + 1, state.stumbled.again(state.step).times) if cause is Cause.BROKEN else 0
+    blamed = max(state.broken + 1, state.stumbling(cause).times) if cause is Cause.BROKEN else 0
     return state.failures >= MOST_LOSSES - 1 or blamed >= MAX_FAILURES
 
 
@@ -600,7 +600,7 @@ def _interrupt(state: JobState, reason: str, cause: Cause) -> Outcome:
     failures, broken = state.failures + cause.counts, state.broken + (cause is Cause.BROKEN)
     if cause.counts and (failures > MOST_LOSSES or broken > MAX_FAILURES):
         return _end(state, Phase.FAILED, f"{reason}; gave up after {failures} interruptions without a step")
-    stumbled = state.stumbled.again(state.step) if cause is Cause.BROKEN else state.stumbled
+    stumbled = state.stumbling(cause)
     if cause is Cause.BROKEN and stumbled.times > MAX_FAILURES:
         words = f"gave up after {stumbled.times} such failures at step {stumbled.step}"
         return _end(state, Phase.FAILED, f"{reason}; {words}, on whatever worker")

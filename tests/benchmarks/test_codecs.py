@@ -32,7 +32,7 @@ def test_every_operation_runs_again_and_again(each: Operation) -> None:
 def test_names_are_unique_and_the_docs_count_them() -> None:
     assert len({each.name for each in OPERATIONS}) == len(OPERATIONS)
     text = (Path(__file__).resolve().parents[2] / "docs" / "compression.md").read_text()
-    assert f" {len(NOTES)} operations of the notes" in text
+    assert f" {len(NOTES)} operations with the reference figures" in text
 
 
 def test_the_residual_is_the_sum_and_zero_where_a_tenth_is_kept() -> None:

@@ -442,6 +442,6 @@ ADAPTERS: dict[str, Make] = {
     "OFT": adapted("OFT", oft_block_size=0, **_TWO),
     "BOFT": adapted("BOFT", boft_block_size=4, target_modules=["q_proj", "v_proj"]),
     "FourierFT": adapted("FourierFT", n_frequency=4, target_modules=["q_proj", "v_proj"]),
-    "norms alone": adapted("LNTuning", target_modules=["input_layernorm"]),
-    "chosen tokens, tied head": adapted("TrainableTokens", tied=True, token_indices=[1, 2]),
+    "only norms": adapted("LNTuning", target_modules=["input_layernorm"]),
+    "selected tokens, tied head": adapted("TrainableTokens", tied=True, token_indices=[1, 2]),
 }

@@ -339,16 +339,16 @@ class Checks:
                 del known[key]
         blobs = {name: update.update for name, update in asked.updates.items()}
         for name, blob in (blobs | {name: held.blob for name, held in asked.sums.items()}).items():
-            if blob not in self.world.coordinator.folder.blobs:
-                continue  # it cannot be read, and is refused
-            before = self.counted.setdefault((asked.job, blob), asked.round)
+            before = self.counted.get((asked.job, blob), asked.round)
             if before != asked.round:
-                raise Violation(f"update {name} is counted in rounds {before} and {asked.round}")
+                raise Violation(f"an update of {name} is counted in rounds {before} and {asked.round}")
+            if blob in self.world.coordinator.folder.blobs:  # else it cannot be read, and is refused
+                self.counted[asked.job, blob] = asked.round
         for held in asked.sums.values():
             for client in held.samples if held.blob in self.world.coordinator.folder.blobs else ():
                 key = (asked.job, client, asked.round - held.age)
                 if (before := self.models.setdefault(key, asked.round)) != asked.round:
-                    raise Violation(f"{client}'s update is counted in rounds {before} and {asked.round}")
+                    raise Violation(f"an update of {client} is counted in rounds {before} and {asked.round}")
 
     def _closed(self, fact: RoundClosed) -> None:
         if fact.round != self.closed.get(fact.job, 0):
@@ -360,7 +360,7 @@ class Checks:
                 blob = held.pop(name)
                 here = blob in self.world.coordinator.folder.blobs
                 if here and self.counted.get((fact.job, blob)) != fact.round:
-                    raise Violation(f"update {name} is neither counted in round {fact.round} nor waits")
+                    raise Violation(f"an update of {name} is neither counted in round {fact.round} nor waits")
         for worker, told in fact.participants.items():
             if "clients" in told:
                 continue

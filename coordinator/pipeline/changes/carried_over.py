@@ -48,7 +48,7 @@ def carried_over(state: JobState, change: PlanChange, before: Plan, plan: Plan, 
         plan=plan,
         failures=state.failures + counts,
         broken=state.broken + (counts and change.cause is Cause.BROKEN),
-        stumbled=state.stumbled.again(state.step) if change.cause is Cause.BROKEN else state.stumbled,
+        stumbled=state.stumbling(change.cause),
         ring=snapshots.reconfigured(state.ring),
         run=replace(
             state.run,
