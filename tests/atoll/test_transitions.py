@@ -112,8 +112,8 @@ def bare(state: str, event: FromStage, now_s: float) -> str:  # type: ignore[typ
 @pytest.mark.parametrize(
     ("phase", "handler", "why"),
     [
-        (Other.IDLE, begin, "begin: <Other.IDLE: 'idle'> is not a Phase"),
-        ("idle", begin, "begin: 'idle' is not a Phase"),
+        (Other.IDLE, begin, "begin: <Other.IDLE: 'idle'> is no Phase"),
+        ("idle", begin, "begin: 'idle' is no Phase"),
         (Phase.IDLE, foreign, "foreign: .*Foreign.* is not an event of this machine"),
         (Phase.IDLE, unannotated, "unannotated: None is not an event of this machine"),
         (Phase.IDLE, bare, "bare: .*FromStage.* is not an event of this machine"),

@@ -183,7 +183,7 @@ def test_a_job_files_other_model_is_refused_by_its_tensors(
 def test_a_folder_that_is_there_is_left_alone(script: Script, client: Client, tmp_path: Path) -> None:
     trained(script, bert(1))
     (tmp_path / "mine").write_text("precious")
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="already exists"):
         client.export_folder("j-1", tmp_path, bert(2), Format.HF)
     with pytest.raises(StorageError, match="give another -o"):
         client.export_folder("j-1", tmp_path / "mine" / "out", bert(2), Format.HF)

@@ -164,9 +164,9 @@ def test_no_order_of_faults_counts_an_update_twice_or_keeps_a_round_open(seed: i
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"buffer": 2}, "no buffer="),
-        ({"privacy": Privacy(noise=1.0, clip=1.0), "clients": 4, "evaluate_every": 0}, "no privacy="),
-        ({"secure": Secure(), "evaluate_every": 0}, "no secure="),
+        ({"buffer": 2}, "with buffer="),
+        ({"privacy": Privacy(noise=1.0, clip=1.0), "clients": 4, "evaluate_every": 0}, "with privacy="),
+        ({"secure": Secure(), "evaluate_every": 0}, "with secure="),
         ({"strategy": "krum"}, "needs individual updates"),
         ({"strategy": "qfedavg"}, "without a bound"),
         ({"gateways": "a,,b"}, "names of workers"),

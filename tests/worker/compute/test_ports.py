@@ -251,7 +251,7 @@ def test_who_sends_waits_while_as_much_as_may_be_is_on_its_way(pair: Pair, bound
     before = 1 if bounds.bytes == 1 else 2  # one message is always under way, however large
     for micro in range(before):
         one.network.send("w-1", KEY._replace(micro=micro), b"", bytes(100), HUNG_S)
-    with pytest.raises(TimeoutError, match="bytes are on their way to w-1"):
+    with pytest.raises(TimeoutError, match="bytes for w-1 are still in flight"):
         one.network.send("w-1", KEY._replace(micro=9), b"", bytes(100), 0.02)
     one.network.connect("job", 1, Cancel())  # everything is with the transport now
     one.held.pop()

@@ -80,7 +80,7 @@ def test_a_given_cut_begins_with_the_owner() -> None:
 
 def test_what_cannot_be_is_said() -> None:
     dag = labelled(PLAIN)
-    with pytest.raises(PlanError, match="worker w9 has the job's data"):
+    with pytest.raises(PlanError, match="worker w9 holds the job's data"):
         planned(dag, "w9")
     with pytest.raises(UsageError, match="even gives a device one interval"):
         planned(dag, "w1", partitioner="even")
