@@ -141,10 +141,12 @@ class Gathering:
                 seen = await asyncio.to_thread(self._look, gather.sizes, asks)
                 self._leave_stalled(gather, seen)
                 self._ask(gather, seen.lacking)
+                # Known before a caller takes its time over the progress: workers may answer meanwhile.
+                ended = not gather.asks and seen.lacking.isdisjoint(self._asked())
                 if (progress := _progress(gather, seen)) != before:
                     yield progress
                     before = progress
-                if not gather.asks and seen.lacking.isdisjoint(self._asked()):
+                if ended:
                     self._say_end(gather, seen)
                     return
                 with suppress(TimeoutError):
