@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from atoll.federated import Registered
 from coordinator.cli.jobs.commands import JobFile, follow
 from coordinator.cli.on_ray.shipped import linked
 from coordinator.cli.options import JobOptions, telling
 from coordinator.cli.views.format import DIM, in_bytes, in_seconds
 from experiments.data import OWNED, owned_data
-from hostos.command_line import AsJson, out, print_json, with_groups
+from hostos.command_line import AsJson, kept_folder, out, print_json, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -148,12 +148,7 @@ def simulate(
     if job.federated is None or not isinstance(job.data, Registered):
         raise UsageError(f"{job.name} is not federated; give Job(federated=..., data=Registered(...))")
     parted = Parted(job.data.name, data, tuple(schema or ()), how, population, by, seed)
-    if keep is not None:
-        try:
-            keep.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot write {keep}: {error.strerror}; give another --keep") from None
-        keep = keep.resolve()
+    keep = None if keep is None else kept_folder(keep)
     shown = _run(job, parted, Hosts(hosts, cpus, ray), output, keep, json)
     if json:
         print_json(shown)

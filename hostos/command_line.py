@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from typer.models import OptionInfo, TyperInfo
 
-from atoll.errors import AtollError, UsageError
+from atoll.errors import AtollError, StorageError, UsageError
 from hostos import leaving
 from hostos.installation import check_installation
 
@@ -48,6 +48,15 @@ Result = TypeVar("Result")
 # Much of what is shown was written elsewhere: no text is markup.
 out = Console(highlight=False, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def kept_folder(keep: Path) -> Path:
+    """Make the folder of ``--keep``, and return its whole path. StorageError when it cannot be."""
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {keep}: {error.strerror}; give another --keep") from None
+    return keep.resolve()
 
 
 def given_token(token: str | None, file: Path | None) -> str | None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from coordinator.cli.options import Common, JobOptions, telling
 from experiments.chaos.kinds import COORDINATOR, OF_PROCESSES, STARTED_BY_NOBODY, Draw, Kind
-from hostos.command_line import out, print_json, with_groups
+from hostos.command_line import kept_folder, out, print_json, with_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,13 +116,7 @@ class Where:
 
     def folder(self) -> Path | None:
         """The folder of --keep, made. StorageError when it cannot be."""
-        if self.keep is None:
-            return None
-        try:
-            self.keep.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.keep}: {error.strerror}; give another --keep") from None
-        return self.keep.resolve()
+        return None if self.keep is None else kept_folder(self.keep)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.errors import JobFailed, StorageError, UsageError
+from atoll.errors import JobFailed, UsageError
 from atoll.federated import Registered
 from coordinator.cli.jobs.commands import JobFile, follow
 from coordinator.cli.local_fleet import COORDINATOR
 from coordinator.cli.options import PlanOptions, telling
-from hostos.command_line import AsJson, err, out, with_groups
+from hostos.command_line import AsJson, err, kept_folder, out, with_groups
 from hostos.units import parse_size
 
 if TYPE_CHECKING:
@@ -143,11 +143,7 @@ def _join_options(job: Job, workers: int, device: str, memory: str) -> list[str]
 def _folder(keep: Path | None, stack: ExitStack) -> Path:
     if keep is None:
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-dev-")))
-    try:
-        keep.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {keep}: {error.strerror}; give another --keep") from None
-    return keep.resolve()
+    return kept_folder(keep)
 
 
 def _fleet(together: EndedTogether, job: Job, workers: int, join: Sequence[str], folder: Path) -> LocalFleet:

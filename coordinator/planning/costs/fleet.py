@@ -97,7 +97,7 @@ class Device:
     quota_period_s: float = 0.0  # after which a quota of CPU time counts anew; 0: none
     handling_scale: float = 1.0  # the same of what messages take (``message_costs``)
     coordinator: LinkEstimate = UNKNOWN
-    # Codec -> dense bytes/s of (encoding, decoding); ``coordinator.coding`` has the defaults.
+    # Codec -> dense bytes/s of (encoding, decoding); ``codec_costs.DEFAULT_SPEEDS`` otherwise.
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     device_class: DeviceClass | None = None  # None: not known, of a fleet described in a file
     memory_scale: float = 1.0  # bytes that the job's stages take over the model's, as measured
