@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.generic]
 
-IN_MEMORY_BYTES = 64 << 20
+IN_MEMORY_BYTES = 32 << 20
 """Of one input's rows, before they go to a file."""
 
 
