@@ -1,4 +1,4 @@
-"""Figures as people write them: sizes."""
+"""Figures as people write them: sizes, energy."""
 
 from __future__ import annotations
 
@@ -28,3 +28,9 @@ def shown_size(nbytes: float) -> str:
         size /= 1024
         units.pop(0)
     return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+
+
+def shown_energy(joules: float) -> str:
+    """5400 -> '1.50 Wh', 9e6 -> '2.50 kWh'."""
+    hours = joules / 3600.0
+    return f"{hours:.2f} Wh" if hours < 1000.0 else f"{hours / 1e3:.2f} kWh"

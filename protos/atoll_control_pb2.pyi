@@ -1169,6 +1169,7 @@ class StepReady(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     RECEIPTS_FIELD_NUMBER: _builtins.int
+    ENERGY_J_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -1182,6 +1183,8 @@ class StepReady(_message.Message):
     """of the previous step's apply"""
     handling_s: _builtins.float
     """none of these: sends, messages that other threads handle, bookkeeping"""
+    energy_j: _builtins.float
+    """since the last report, as far as the machine counts it; 0: it does not"""
     @_builtins.property
     def square_norms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """one a parameter in program order, when clipping is on"""
@@ -1222,10 +1225,11 @@ class StepReady(_message.Message):
         weights: _abc.Iterable[_builtins.float] | None = ...,
         digest: Global___StepDigest | None = ...,
         receipts: _abc.Iterable[Global___ExchangeReceipt] | None = ...,
+        energy_j: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "receipts", b"receipts", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "digest", b"digest", "energy_j", b"energy_j", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "losses", b"losses", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "receipts", b"receipts", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1680,6 +1684,7 @@ class UpdateReady(_message.Message):
     STATEFUL_FIELD_NUMBER: _builtins.int
     EXCHANGE_FIELD_NUMBER: _builtins.int
     GATEWAY_FIELD_NUMBER: _builtins.int
+    ENERGY_J_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     n_samples: _builtins.int
@@ -1705,6 +1710,8 @@ class UpdateReady(_message.Message):
     """TrainRound's: ``update`` is masked, and no number is of the data"""
     gateway: _builtins.str
     """TrainRound's: ``update`` is on the client, for this worker to fetch"""
+    energy_j: _builtins.float
+    """as of StepReady, of training"""
     @_builtins.property
     def update(self) -> Global___BlobRef: ...
     @_builtins.property
@@ -1749,10 +1756,11 @@ class UpdateReady(_message.Message):
         stateful: _builtins.bool = ...,
         exchange: _builtins.str = ...,
         gateway: _builtins.str = ...,
+        energy_j: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "exchange", b"exchange", "gateway", b"gateway", "job", b"job", "loads", b"loads", "metrics", b"metrics", "n_samples", b"n_samples", "order", b"order", "refused", b"refused", "round", b"round", "rows", b"rows", "scalars", b"scalars", "square_loss", b"square_loss", "stateful", b"stateful", "steps", b"steps", "sums", b"sums", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "energy_j", b"energy_j", "exchange", b"exchange", "gateway", b"gateway", "job", b"job", "loads", b"loads", "metrics", b"metrics", "n_samples", b"n_samples", "order", b"order", "refused", b"refused", "round", b"round", "rows", b"rows", "scalars", b"scalars", "square_loss", b"square_loss", "stateful", b"stateful", "steps", b"steps", "sums", b"sums", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4615,7 +4623,9 @@ Global___CreditsRequest: _TypeAlias = CreditsRequest  # noqa: Y015
 
 @_typing.final
 class WorkDone(_message.Message):
-    """By worker, owner and UTC day, from committed facts. Pending: not in a checkpoint yet."""
+    """By worker, owner and UTC day, from committed facts. Pending: not in a checkpoint yet.
+    energy_mj: millijoules, unset where no worker's machine counts them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -4624,11 +4634,13 @@ class WorkDone(_message.Message):
     COMPUTED_MS_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    ENERGY_MJ_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     samples: _builtins.int
     computed_ms: _builtins.int
     sent_bytes: _builtins.int
     received_bytes: _builtins.int
+    energy_mj: _builtins.int
     def __init__(
         self,
         *,
@@ -4637,12 +4649,15 @@ class WorkDone(_message.Message):
         computed_ms: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
         received_bytes: _builtins.int = ...,
+        energy_mj: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_energy_mj", b"_energy_mj", "energy_mj", b"energy_mj"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_ms", b"computed_ms", "received_bytes", b"received_bytes", "samples", b"samples", "sent_bytes", b"sent_bytes", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_energy_mj", b"_energy_mj", "computed_ms", b"computed_ms", "energy_mj", b"energy_mj", "received_bytes", b"received_bytes", "samples", b"samples", "sent_bytes", b"sent_bytes", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__energy_mj: _TypeAlias = _typing.Literal["energy_mj"]  # noqa: Y015
+    _WhichOneofArgType__energy_mj: _TypeAlias = _typing.Literal["_energy_mj", b"_energy_mj"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__energy_mj) -> _WhichOneofReturnType__energy_mj | None: ...
 
 Global___WorkDone: _TypeAlias = WorkDone  # noqa: Y015
 

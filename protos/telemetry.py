@@ -98,6 +98,9 @@ CREDIT_STEPS = Metric(
     "atoll_credit_steps", "Steps of all workers in 400 days, useful, discarded or pending", ("kind",)
 )
 CREDIT_SECONDS = Metric("atoll_credit_compute_seconds", "Computing of those steps", ("kind",))
+CREDIT_ENERGY = Metric(
+    "atoll_credit_energy_joules", "Energy of those steps, of workers whose machine measures it", ("kind",)
+)
 STEP_SECONDS = Metric("atoll_step_seconds", "Time from one commit to the next", ("job",))
 COMMIT_SECONDS = Metric("atoll_commit_seconds", "Coordinator's share of a step", ("job",))
 LOSS = Metric("atoll_loss_nats", "Training loss of the last committed step", ("job",))
@@ -131,6 +134,7 @@ METRICS = (
     STEPS,
     CREDIT_STEPS,
     CREDIT_SECONDS,
+    CREDIT_ENERGY,
     STEP_SECONDS,
     COMMIT_SECONDS,
     LOSS,

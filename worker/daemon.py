@@ -27,10 +27,10 @@ from worker.config import WorkerConfig, make_config, remember
 from worker.control.address_watch import watch_address
 from worker.control.enroll import join
 from worker.control.renewal import Renewal
-from worker.machine.conditions import MachineConditions
 from worker.machine.device import machine_memory, memory_limit
 from worker.machine.lent import lent_devices
 from worker.machine.malloc import keep_chunk_memory
+from worker.machine.sensors.conditions import MachineConditions
 from worker.manners.activity import Activity
 from worker.manners.applied import read_applied
 from worker.manners.keeper import Keeper, Manners

@@ -49,6 +49,7 @@ MAX_CODECS = 100
 MAX_LOSSES = max(4096, MOST_LOCAL_STEPS)  # micro-batches of a step, or steps of a period
 MAX_RELAY_CHARS = 270  # HOST:PORT
 MAX_SECONDS = 30 * 86_400.0
+MAX_WATTS = 15_000.0  # of one worker: more than a machine of eight GPUs takes
 MAX_MOVED_BYTES = 1 << 44  # a job's sums of them must go into the 64 bits that its owner is shown
 MAX_DATASETS = 256  # a worker
 MAX_FIGURES = 64  # scalars, and metrics, of one message
@@ -73,6 +74,7 @@ Reason = Annotated[str, Clean(MAX_REASON_CHARS)]
 Client = ClientName
 Samples = Annotated[int, Within(1, MAX_SAMPLES)]
 Seconds = Annotated[float, Within(0.0, MAX_SECONDS)]
+Joules = Annotated[float, Within(0.0, MAX_WATTS * MAX_SECONDS)]  # 0: not measured
 Moved = Annotated[int, Within(0, MAX_MOVED_BYTES)]
 Memory = Annotated[int, Within(0, MAX_MEMORY_BYTES)]
 Rate = Annotated[float, Within(0.0, MAX_RATE_BPS), ZeroIs(inf)]
@@ -336,6 +338,7 @@ class StepReady:
     digest: Digest = NO_DIGEST
     # Of the round that ends a period of local steps, one of each slice of the model that the rank joins.
     receipts: Annotated[tuple[RoundReceipt, ...], Most(MAX_STAGES)] = ()
+    energy_j: Joules = 0.0
 
     @property
     def computed_s(self) -> float:
@@ -429,6 +432,7 @@ class UpdateReady:
     host: Annotated[HostRows | None, Coded("host rows")] = None
     exchange: Annotated[str, Clean(MAX_KEY_CHARS)] = ""  # the update is masked
     gateway: OptionalName = ""  # the update is not in the store, but kept for this worker
+    energy_j: Joules = 0.0
 
     @property
     def order(self) -> str:

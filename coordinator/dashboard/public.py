@@ -43,6 +43,7 @@ def public_view(status: pb.StatusReply, given: Iterable[pb.Credit]) -> View:
             "gflops": number(round(gflops, 1)),
             "totals": {**summed.facts["totals"], "workers": len(summed.tables["given"])},
             "since": summed.facts["since"],
+            "measured": summed.facts["measured"],
         },
         tables={"jobs": {job.job: public_job(job) for job in status.jobs[-MAX_JOBS:]}, "days": days},
     )

@@ -23,7 +23,16 @@ MAX_JOBS = 200  # the newest
 SHOWN_WAIT_S, SHOWN_SILENCE_S = 2.0, 3.0  # what is shorter is part of every step, or of every beat
 RECENT_DAYS = 30
 GB, MEMORY_STEP = 1 << 30, 16 << 20
-_GIVEN = ("steps", "samples", "compute_s", "bytes_in", "bytes_out", "pending_steps", "discarded_steps")
+_GIVEN = (
+    "steps",
+    "samples",
+    "compute_s",
+    "bytes_in",
+    "bytes_out",
+    "pending_steps",
+    "discarded_steps",
+    "energy_j",
+)
 _OF_JOBS = ("job", "name", "state", "reason", "step", "steps", "checkpoint_step", "plan_version")
 _MEASURED = ("loss", "eval_loss", "best_eval_loss", "step_s", "samples_per_s", "eta_s", "commit_s")
 
@@ -269,6 +278,7 @@ def contributions_view(rows: Iterable[pb.Credit]) -> View:
     there = Counter(day for found in on.values() for day in found)
     totals = {name: sum(day[name] for day in by_day.values()) for name in _GIVEN}
     facts = {"days": len(days), "since": days[0] if days else "", "recent": recent, "totals": totals}
+    facts["measured"] = sum(known["energy_j"] > 0 for known in workers.values())
     given_on = {day: row | {"workers": there[day]} for day, row in by_day.items()}
     return View(facts, {"given": workers, "days": given_on})
 
@@ -283,6 +293,7 @@ def _given(row: pb.Credit) -> dict[str, float]:
         "bytes_out": sum(work.sent_bytes for work in done),
         "pending_steps": row.pending.steps,
         "discarded_steps": row.discarded.steps,
+        "energy_j": sum(work.energy_mj for work in done) / 1e3,
     }
 
 

@@ -28,7 +28,8 @@ OF_A_CLIENT = ("took_s", "download_s", "train_s", "upload_s", "bytes_up", "ratio
 
 def shown(client: Client, update: UpdateReady, codec: str, ratio: float) -> dict[str, Any]:
     """One participant's entry in RoundClosed."""
-    return {
+    energy = {"energy_j": update.energy_j} if update.energy_j else {}
+    return energy | {
         "n_samples": update.n_samples,
         "steps": update.steps,
         "metrics": {name: value for name, value in update.metrics.items() if isfinite(value)},

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
+
+from atoll.messages.from_worker import MAX_WATTS
 
 if TYPE_CHECKING:
     from atoll.plan import Plan
@@ -26,13 +28,19 @@ MAX_BYTES = 1 << 50  # that a report of one step may claim
 
 @dataclass(slots=True)
 class Work:
-    """Sums of work: steps (of federated jobs rounds), samples, milliseconds of computing, bytes."""
+    """Sums of work: steps (of federated jobs rounds), samples, milliseconds of computing, bytes, and what of
+    its energy was measured, in millijoules."""
 
     steps: int = 0
     samples: int = 0
     computed_ms: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+    energy_mj: int = 0  # 0: not measured
+
+    def shown(self) -> dict[str, int]:
+        """Return the sums by name, without what was not measured."""
+        return {name: value for name, value in asdict(self).items() if value or name != "energy_mj"}
 
     def add(self, other: Work) -> None:
         """Add another one's sums."""
@@ -72,7 +80,7 @@ class Credits:
         self, job: str, plan: Plan, done: range, batch: int, at_s: float, reports: Sequence[tuple[int, ...]]
     ) -> None:
         """Take in the steps that one commit has ``done``, several of a period; ``reports``: milliseconds,
-        bytes sent and received, each by rank that is present."""
+        bytes sent and received, millijoules, each by rank that is present."""
         day, steps = self._day(at_s), max(1, len(done))
         new = Pending(done.start, done.stop)
         for at, rank in enumerate(plan.present):
@@ -128,6 +136,7 @@ class Credits:
                 _whole(1e3 * min(float(showed.get("train_s", 0.0)), took_s)),
                 _whole(showed.get("bytes_up", 0)),
                 _whole(showed.get("bytes_down", 0)),
+                _whole(1e3 * min(float(showed.get("energy_j", 0.0)), MAX_WATTS * took_s)),
             )
             self._credit(f"{day} {worker}", owner).useful.add(work)
         for worker in dropped:
@@ -172,6 +181,11 @@ class Row:
     useful: Work = field(default_factory=Work)
     discarded: Work = field(default_factory=Work)
     pending: Work = field(default_factory=Work)
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as JSON-ready values, without what was not measured."""
+        work = {kind: getattr(self, kind).shown() for kind in ("useful", "discarded", "pending")}
+        return {"day": self.day, "worker": self.worker, "owner": self.owner} | work
 
 
 def rows(credits: Credits, jobs: Mapping[str, tuple[str, int]], since: str = "") -> list[Row]:

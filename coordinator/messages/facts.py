@@ -131,10 +131,11 @@ class StepCommitted:
     last: bool = False
     coded: bool = False
     digests: tuple[str, ...] = ()  # by rank, in hex: of its gradients, then of what it was sent
-    # By rank that is present, as the workers report it: milliseconds of computing, bytes.
+    # By rank that is present, as the workers report it: milliseconds of computing, bytes, millijoules.
     computed_ms: tuple[int, ...] = ()
     sent_bytes: tuple[int, ...] = ()
     received_bytes: tuple[int, ...] = ()
+    energy_mj: tuple[int, ...] = ()  # empty where nobody measures it
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,7 +505,7 @@ class Ledger:
     def _commit(self, job: JobRecord, fact: StepCommitted) -> None:
         if job.plan is not None:
             done, batch = range(min(job.steps, fact.step), fact.step + 1), job.submitted.spec.data.batch
-            reports = (fact.computed_ms, fact.sent_bytes, fact.received_bytes)
+            reports = (fact.computed_ms, fact.sent_bytes, fact.received_bytes, fact.energy_mj)
             self.credits.committed(fact.job, job.plan, done, batch, fact.at_s, reports)
         job.steps, job.loss, job.commit, job.moving = fact.step + 1, fact.loss, fact, False
         self._scaled(job, fact)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
+from atoll.messages.from_worker import MAX_WATTS
 from atoll.step_loss import StepLoss, step_loss
 from coordinator.messages.credits import MAX_BYTES
 from coordinator.messages.events import EvalReady, StepReady
@@ -32,12 +33,15 @@ if TYPE_CHECKING:
     from atoll.exchange import Exchange
 
 
-def work_of(
-    state: JobState, ready: Mapping[int, StepReady], took_s: float | None
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return by rank the milliseconds that it says to have computed, no more than the step took, and the
-    bytes that it sent and received; both ends of a link by the report of who sent."""
+Work = tuple[tuple[int, ...], ...]
+"""By rank: milliseconds of computing, bytes sent and received, and where anybody measures it millijoules."""
+
+
+def work_of(state: JobState, ready: Mapping[int, StepReady], took_s: float | None) -> Work:
+    """Return what each rank reports of a step, as far as that is possible in the time that the step took.
+    Bytes at both ends of a link are those that its sender reports."""
     most_ms = MAX_BYTES if took_s is None else 1e3 * took_s
+    most_mj = 0.0 if took_s is None else 1e3 * MAX_WATTS * took_s
     sent, received = dict.fromkeys(state.present, 0), dict.fromkeys(state.present, 0)
     for rank in state.present:
         for link in ready[rank].links:
@@ -46,7 +50,8 @@ def work_of(
             if peer in received:
                 received[peer] += size
     computed = tuple(int(min(most_ms, max(0.0, 1e3 * ready[rank].computed_s))) for rank in state.present)
-    return computed, tuple(sent.values()), tuple(received.values())
+    energy = tuple(int(min(most_mj, max(0.0, 1e3 * ready[rank].energy_j))) for rank in state.present)
+    return computed, tuple(sent.values()), tuple(received.values()), energy if any(energy) else ()
 
 
 def fact_of(
@@ -54,7 +59,7 @@ def fact_of(
     loss: float,
     now_s: float,
     reports: Sequence[StepReady],
-    work: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((), (), ()),
+    work: Work = (),
 ) -> StepCommitted:
     """Everything that the commit says, so that it can be repeated after a restart; and the ranks' digests,
     for who repeats the step."""
@@ -246,7 +251,9 @@ def _own_committed(
         own, ranks = known[peer], ranks_of(plan, peer)
         commit = replace(_own_commit(state, [own.ready[at] for at in ranks]), shares=shares)
         taken = own.step + 1 - state.step if shares and own.step < state.due else None
-        known[peer] = OwnSteps(state.due + 1 if shares else own.step + 1, taken, {}, commit, own.ready)
+        spent = {at: own.figures[at].energy_j for at in ranks if at in own.figures}
+        figures = {at: _with_energy(report, spent.get(at, 0.0)) for at, report in own.ready.items()}
+        known[peer] = OwnSteps(state.due + 1 if shares else own.step + 1, taken, {}, commit, figures)
         heard = history.heard(state, heard, [peer], commit)
         todo += [ToRanks(commit, at) for at in ranks]
     return replace(state, run=replace(state.run, own=known, heard=heard)), todo
@@ -295,6 +302,11 @@ def _own_commit(state: JobState, reports: list[StepReady]) -> StepCommit:
     )  # fmt: skip
 
 
+def _with_energy(report: StepReady, before_j: float) -> StepReady:
+    """Return a report with the joules of earlier steps of its period, too."""
+    return replace(report, energy_j=report.energy_j + before_j) if before_j else report
+
+
 def with_figures(state: JobState, event: FromRank[StepReady]) -> StepReady:
     """Return the report of a round with the figures of the peer's last step, which it has none of itself."""
     report, own = event.message, state.run.own.get(state.adopted.places[event.rank].replica)
@@ -314,4 +326,5 @@ def with_figures(state: JobState, event: FromRank[StepReady]) -> StepReady:
         links=(*step.links, *(link for link in report.links if link.peer not in measured)),
         digest=report.digest,
         receipts=report.receipts,
+        energy_j=step.energy_j + report.energy_j,
     )

@@ -83,6 +83,8 @@ class Exporter:
         worked = totals(ledger.credits, held)
         yield _gauge(telemetry.CREDIT_STEPS, {kind: work.steps for kind, work in worked.items()})
         yield _gauge(telemetry.CREDIT_SECONDS, {kind: w.computed_ms / 1e3 for kind, w in worked.items()})
+        measured = {kind: work.energy_mj / 1e3 for kind, work in worked.items() if work.energy_mj}
+        yield _gauge(telemetry.CREDIT_ENERGY, measured)
         yield _gauge(telemetry.LOSS, {j.job: j.loss for j in jobs if j.loss is not None})
         yield _gauge(telemetry.STEP_SECONDS, {j.job: j.median_step_s for j in jobs if j.median_step_s})
         commits = {job.job: self._shell.commit_median_s(job.job) for job in jobs}

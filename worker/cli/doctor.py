@@ -40,6 +40,7 @@ from worker.machine.device import Device
 from worker.machine.facts import ask_facts
 from worker.machine.lent import lent_devices
 from worker.machine.own_share import RESERVE_BYTES, held_bytes, memory_share
+from worker.machine.sensors.energy import Packages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,6 +173,7 @@ def _examine_device(config: WorkerConfig, report: Report) -> dict[str, Any]:
         f"{where}: {rates.matmul_gflops:.1f} GFLOP/s in float32, {rates.memory_gbps:.1f} GB/s copied",
     )
     _examine_memory(device, config, report, figures)
+    _examine_energy(facts.counts_energy, report, figures)
     _examine_protections(device, config, report)
     return figures
 
@@ -190,6 +192,18 @@ def _examine_memory(device: Device, config: WorkerConfig, report: Report, figure
         report.add("memory", Mark.BAD, found, f"free some memory, or raise --memory: {least} at least")
     else:
         report.add("memory", Mark.OK, found)
+
+
+def _examine_energy(counts: bool, report: Report, figures: dict[str, Any]) -> None:
+    """Look at what of the machine's energy is counted; ``counts``: by the device itself."""
+    packages = Packages()
+    figures["energy"] = {"gpu": counts, "packages": len(packages)}
+    found = ["the GPU's"] * counts + ["its share of the processors'"] * bool(packages)
+    refused = f"only root may read {packages.refused}" if packages.refused is not None else ""
+    if found:
+        report.add("energy", Mark.OK, f"measured: {' and '.join(found)}{refused and f'; {refused}'}")
+    else:
+        report.add("energy", Mark.OK, f"not measured: {refused or 'this system has no counter'}")
 
 
 def _examine_protections(device: Device, config: WorkerConfig, report: Report) -> None:

@@ -27,7 +27,7 @@ from hostos.command_line import (
     with_groups,
 )
 from hostos.log_stream import LogBudget, log_stream
-from hostos.units import shown_size
+from hostos.units import shown_energy, shown_size
 from protos import PROTOCOL_VERSION
 from worker.cli import apps as cli_apps
 from worker.cli import data as cli_data
@@ -219,9 +219,10 @@ def _given(config: WorkerConfig) -> str | None:
     if not found.days:
         return "nothing yet"
     hours, mib = found.compute_s / 3600, 1 << 20
+    energy = f"{shown_energy(found.energy_j)} measured, " if found.energy_j else ""
     return (
         f"{hours:.2f} h of computing since {found.since}: {found.steps} steps, {found.samples} samples, "
-        f"{found.bytes_in / mib:.1f} MiB received, {found.bytes_out / mib:.1f} MiB sent; "
+        f"{energy}{found.bytes_in / mib:.1f} MiB received, {found.bytes_out / mib:.1f} MiB sent; "
         f"{found.pending_steps} steps are not stored yet, {found.discarded_steps} were discarded"
     )
 
@@ -258,6 +259,8 @@ def credit(
     for row in held["credits"]:
         useful, hours = row["useful"], row["useful"]["computed_ms"] / 3.6e6
         words = f"{useful['steps']} steps, {useful['samples']} samples, {hours:.2f} h of computing"
+        if useful.get("energy_mj"):
+            words += f", {shown_energy(useful['energy_mj'] / 1e3)}"
         words += f"; {row['discarded']['steps']} discarded, {row['pending']['steps']} not stored yet"
         out.print(f"{row['day']} for {row['owner'] or '-'}: {words}", markup=False, soft_wrap=True)
     if not held["credits"]:

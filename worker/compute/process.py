@@ -40,6 +40,7 @@ from worker.machine.device import Device, device_facts, versions
 from worker.machine.malloc import keep_no_tensors
 from worker.machine.op_timing import warm_up
 from worker.machine.torch_device import (
+    GpuEnergy,
     find_device,
     peak_memory_bytes,
     prepare,
@@ -91,7 +92,7 @@ class ComputeProcess:
         # What importing left behind is no garbage, and looking through it for some takes a tenth of a
         # second, on an eighth of a core nearly one, in the midst of a step.
         gc.freeze()
-        self._device, self._progress = device, Progress()
+        self._device, self._devices, self._progress = device, settings.device, Progress()
         self._status = ComputeStatus(arenas.outgoing.head)
         daemon, cores, spans = DaemonStatus(arenas.incoming.head), usable().cores, Spans()
         cpu = CpuMeter(
@@ -234,9 +235,11 @@ class ComputeProcess:
 
     def _count(self) -> None:
         """Thread: what the heartbeat shows."""
+        energy = GpuEnergy(self._devices, self._device)
         while True:
             device = self._device
-            self._status.count(self._progress.count, used_memory_bytes(device), peak_memory_bytes(device))
+            used, peak = used_memory_bytes(device), peak_memory_bytes(device)
+            self._status.count(self._progress.count, used, peak, energy.joules())
             self._status.wait(self._progress.waits, time.monotonic())
             time.sleep(COUNT_S)
 

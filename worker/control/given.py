@@ -36,6 +36,7 @@ class Given:
     bytes_out: int
     pending_steps: int
     discarded_steps: int
+    energy_j: float = 0.0  # 0: not measured
 
 
 def ask_given(config: WorkerConfig) -> Given:
@@ -86,4 +87,5 @@ def summed(reply: pb.CreditList) -> Given:
         bytes_out=sum(work.sent_bytes for work in done),
         pending_steps=sum(row.pending.steps for row in rows),
         discarded_steps=sum(row.discarded.steps for row in rows),
+        energy_j=sum(work.energy_mj for work in done) / 1e3,
     )

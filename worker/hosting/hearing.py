@@ -6,6 +6,7 @@ import json
 import re
 import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -192,8 +193,12 @@ class Hearing:
                 return  # of a job that was dropped meanwhile
             elif held.turn == pipe.turn_over(report):
                 held.turn = ""
-            if held is not None and held.standby and isinstance(report, events.StepApplied) and now.gate:
-                now.gate.step_over(report.step + 1)
+            if held is not None and held.standby and isinstance(report, events.StepApplied):
+                self._state.energy.begin(*now.counters)  # it is not credited
+                if now.gate:
+                    now.gate.step_over(report.step + 1)
+        if isinstance(report, events.StepReady | events.UpdateReady):
+            report = replace(report, energy_j=self._state.energy.taken(*now.counters))
         if isinstance(report, events.StepReady):
             now.watch.step_done(time.monotonic())
             report = wire.measured(report, ports.network.goodput(), ports.beside_s())

@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hostos.budget import Budget
 from protos import atoll_control_pb2 as control
+from worker.hosting.contained.limits import computed_s
 from worker.hosting.watch import OpWatch
 from worker.machine.own_share import MemoryShare, memory_share
+from worker.machine.sensors.energy import EnergyMeter
 from worker.machine.speed_file import SpeedFile
 from worker.session import events
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from atoll.errors import AtollError
     from atoll.messages.to_worker import PeerLink
     from protos import atoll_compute_pb2 as pb
@@ -69,6 +74,11 @@ class Now:
         bound = self.child.launched.bound
         return 0 if bound is None else bound.peak_bytes
 
+    @property
+    def counters(self) -> tuple[Callable[[], float], float]:
+        """CPU seconds that it has taken, to be asked, and its GPUs' joules: for an ``EnergyMeter``."""
+        return partial(computed_s, self.child.launched.pid), self.child.status.gpu_j
+
     def restart_peak(self) -> None:
         """Count anew: another stage is given to it. A GPU's allocator does so by itself."""
         if (bound := self.child.launched.bound) is not None:
@@ -96,6 +106,7 @@ class HostState:
         self.worker = ""  # until it has joined; then with its ports
         self.ports: HostPorts
         self.speeds = SpeedFile(config.device_dir)
+        self.energy = EnergyMeter()
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.numbers = itertools.count(1)

@@ -255,6 +255,7 @@ class ComputeHost:
         state.ports.fetch_from(asked.holders)
         now.assigned += 1
         now.restart_peak()
+        state.energy.begin(*now.counters)
         child.send(pb.ToCompute(load=asked.message, assignment=now.assigned))
 
     def _rows(self, asked: events.Assign) -> PinnedRows | None:
@@ -313,6 +314,8 @@ class ComputeHost:
             state.consent.evaluates(job)
         if state.now is None:
             raise StorageError(f"no process computes here: {state.last_death}")
+        if during == "train":
+            state.energy.begin(*state.now.counters)
         state.tell(message)
 
     def _drop(self, released: events.Release) -> None:

@@ -242,6 +242,8 @@ class Processes:
                 now.watch.forget()
                 now.answered_s = now_s
             child = now.child
+            if self._state.held is not None:
+                self._state.energy.look()
             if now_s - pinged_s > TUNED.ping_s:
                 pinged_s = now_s
                 child.send(pb.ToCompute(ping=1))

@@ -31,11 +31,13 @@ MAX_INTEGER, MAX_RATE = 1 << 60, 1e12
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device, how fast it is, and the versions of Atoll, torch, Python and the platform."""
+    """A device, how fast it is, the versions of Atoll, torch, Python and the platform, and whether the device
+    counts the energy that it takes."""
 
     device: Device
     rates: DeviceRates
     versions: dict[str, str]
+    counts_energy: bool = False
 
 
 def ask_facts(
@@ -115,6 +117,7 @@ def _facts(line: str) -> DeviceFacts:
             ),
             DeviceRates(_rate(rates["matmul_gflops"]), _rate(rates["memory_gbps"])),
             {name: _text(versions[name]) for name in ("atoll", "torch", "python", "platform")},
+            found.get("counts_energy") is True,
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         reason = clean(f"{type(error).__name__} {error}", MAX_TEXT_CHARS)

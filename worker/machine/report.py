@@ -15,7 +15,7 @@ from atoll.errors import AtollError
 from worker.config import WorkerConfig
 from worker.machine.device import versions
 from worker.machine.own_share import held_bytes
-from worker.machine.torch_device import device_rates, find_device, torch_device
+from worker.machine.torch_device import GpuEnergy, device_rates, find_device, torch_device
 
 
 def report(device: str, threads: int, memory_bytes: int) -> dict[str, Any]:
@@ -28,7 +28,9 @@ def report(device: str, threads: int, memory_bytes: int) -> dict[str, Any]:
         rates = device_rates(torch_device(found))
     except (AtollError, RuntimeError, MemoryError) as error:
         return {"error": str(error)}
-    return {"device": asdict(found), "rates": asdict(rates), "versions": versions()}
+    counts_energy = GpuEnergy(device, found).joules() > 0.0
+    known = {"rates": asdict(rates), "versions": versions(), "counts_energy": counts_energy}
+    return {"device": asdict(found), **known}
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import pynvml
@@ -167,6 +169,31 @@ def device_rates(
     product_s = _median_s(lambda: torch.mm(left, right, out=out), device, seconds, clock)
     copy_s = _median_s(lambda: target.copy_(source), device, seconds, clock)
     return DeviceRates(2 * size**3 / product_s / 1e9, 2 * COPY_BYTES / copy_s / 1e9)
+
+
+class GpuEnergy:
+    """Energy counters of the GPUs among a member's devices, as their driver keeps them."""
+
+    def __init__(self, names: str, device: Device) -> None:
+        """``names``: as in ``--device``; ``device``: the first of them."""
+        self._handles: list[Any] = []
+        if device.kind != "cuda":
+            return
+        with contextlib.suppress(pynvml.NVMLError, RuntimeError, ValueError):
+            pynvml.nvmlInit()
+            for name in devices_of(names):
+                number = name.partition(":")[2]
+                uuid = torch.cuda.get_device_properties(int(number) if number else device.index).uuid
+                self._handles.append(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+
+    def joules(self) -> float:
+        """Return what they have taken since their driver was loaded; 0 where it does not count that, as
+        before Volta or for a part of a GPU."""
+        try:
+            return sum(float(pynvml.nvmlDeviceGetTotalEnergyConsumption(h)) for h in self._handles) / 1e3
+        except pynvml.NVMLError:
+            self._handles.clear()
+            return 0.0
 
 
 def used_memory_bytes(device: Device) -> int:

@@ -19,7 +19,7 @@ PEER_BYTES, WHAT_BYTES = 96, 24
 STALE_S = 2.0  # a process that has not written for so long waits for nobody: it has stopped
 _OP = struct.Struct(f"=Qdi{NAME_BYTES}s")  # begun, allowed seconds, bytes of name, name
 _BEGUN = struct.Struct("=Q")
-_COUNTS = struct.Struct("=QQQ")  # progress, memory bytes, the most of them
+_COUNTS = struct.Struct("=QQQd")  # progress, memory bytes, the most of them, joules of GPUs
 # Written, since, step, bytes of what and peer, both.
 _WAITS = struct.Struct(f"=ddQBB{WHAT_BYTES}s{PEER_BYTES}s")
 _DAEMON = struct.Struct("=d")
@@ -79,10 +79,11 @@ class ComputeStatus:
         """Nothing computes."""
         self.begin(_NOTHING)
 
-    def count(self, progress: int, memory_bytes: int, peak_bytes: int = 0) -> None:
+    def count(self, progress: int, memory_bytes: int, peak_bytes: int = 0, gpu_j: float = 0.0) -> None:
         """Signs of life so far, what is held on the device, and the most that its allocator has held since
-        the stage was loaded (0 on a CPU, where the daemon asks the kernel)."""
-        _COUNTS.pack_into(self._page, _COUNTS_AT, progress, memory_bytes, peak_bytes)
+        the stage was loaded (0 on a CPU, where the daemon asks the kernel). ``gpu_j``: energy counter of the
+        GPUs, 0 without one."""
+        _COUNTS.pack_into(self._page, _COUNTS_AT, progress, memory_bytes, peak_bytes, gpu_j)
 
     def wait(self, waiting: Waiting | None, now_s: float) -> None:
         """What is awaited now, None: nothing. Written again and again: see ``STALE_S``."""
@@ -120,6 +121,10 @@ class ComputeStatus:
     @property
     def peak_bytes(self) -> int:
         return int(_COUNTS.unpack_from(self._page, _COUNTS_AT)[2])
+
+    @property
+    def gpu_j(self) -> float:
+        return float(_COUNTS.unpack_from(self._page, _COUNTS_AT)[3])
 
 
 class DaemonStatus:

@@ -13,6 +13,7 @@ from coordinator.cli.views.format import in_bytes, plain
 from coordinator.client.endpoint import default_state_dir
 from hostos.command_line import AsJson, out, print_json, show, shown_time, with_groups
 from hostos.files.bounded_log import read_log
+from hostos.units import shown_energy
 
 if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
@@ -43,7 +44,9 @@ def credit(
     if common.json:
         print_json([plain(row) for row in found])
         return
-    columns = ("day", "worker", "for", "useful steps", "samples", "hours", "sent", "received")
+    columns = ["day", "worker", "for", "useful steps", "samples", "hours", "sent", "received"]
+    measured = any(row.useful.HasField("energy_mj") for row in found)
+    columns += ["energy"] * measured
     table = FactTable(*columns, "discarded", "pending", box=None, pad_edge=False)
     for row in found:
         done = row.useful
@@ -56,6 +59,7 @@ def credit(
             f"{done.computed_ms / 3.6e6:.2f}",
             in_bytes(done.sent_bytes),
             in_bytes(done.received_bytes),
+            *[shown_energy(done.energy_mj / 1e3) if done.HasField("energy_mj") else "-"] * measured,
             str(row.discarded.steps),
             str(row.pending.steps),
         )

@@ -69,6 +69,12 @@ export function bytes(value) {
   }
 }
 
+// Joules of who measures them; who does not shows none.
+export function energy(value) {
+  const hours = value / 3600;
+  return !value ? "–" : hours < 1000 ? `${+hours.toPrecision(3)} Wh` : `${+(hours / 1000).toPrecision(4)} kWh`;
+}
+
 export function seconds(value) {
   if (!is(value)) return "–";
   if (value < 1) return value === 0 ? "0 s" : `${(value * 1e3).toFixed(value < 0.1 ? 1 : 0)} ms`;

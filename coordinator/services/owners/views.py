@@ -165,7 +165,7 @@ def credits_of(register: Register, ledger: Ledger, since_s: float, machine: str 
             name=names.get(machine_of(row.worker), ""),
             owner=row.owner,
             **{
-                kind: pb.WorkDone(**asdict(getattr(row, kind))) for kind in ("useful", "discarded", "pending")
+                kind: pb.WorkDone(**getattr(row, kind).shown()) for kind in ("useful", "discarded", "pending")
             },
         )
         for row in given[:MAX_CREDITS]

@@ -8,7 +8,7 @@ import ipaddress
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +152,7 @@ class WorkService(rpc.WorkServicer):
             raise UsageError("this coordinator runs with --insecure: nobody could check a receipt")
         machine = machine_of(worker_of(context, self._insecure))
         given = self._shell.scheduler.ledger.given()
-        rows = [asdict(row) for row in given if machine_of(row.worker) == machine][:MOST_ROWS]
+        rows = [row.shown() for row in given if machine_of(row.worker) == machine][:MOST_ROWS]
         known = self._register.workers.get(machine)
         statement = stated(machine, known.name if known is not None else "", self._shell.clock(), rows)
         receipt = signed(statement, self._authority.newest)

@@ -544,6 +544,7 @@ def _given(draw: random.Random, workers: list[pb.WorkerStatus]) -> list[pb.Credi
                         computed_ms=int(hours * 3.6e6),
                         received_bytes=int(hours * 4e9),
                         sent_bytes=int(hours * 3e9),
+                        energy_mj=int(hours * 1e9) if number % 3 == 0 else None,
                     ),
                     discarded=pb.WorkDone(steps=draw.choice((0, 0, 0, 1, 4))),
                 )

@@ -112,12 +112,16 @@ def test_contributions_are_summed_by_worker_and_by_day() -> None:
         for day, worker, owner in given
     ]
     rows[0].discarded.CopyFrom(done)
+    rows[0].useful.energy_mj = 3_600_000
     found = content(contributions_view(rows))
     assert found["facts"]["totals"]["steps"] == 8
     assert found["facts"]["since"] == "2026-11-29"
+    assert (found["facts"]["measured"], found["facts"]["totals"]["energy_j"]) == (1, 3600.0)
+    assert found["tables"]["given"]["b"]["energy_j"] == 0
     assert found["tables"]["given"]["a"] == {
         "name": "A", "steps": 6, "samples": 0, "compute_s": 9.0, "bytes_in": 0, "bytes_out": 30,
         "pending_steps": 3, "discarded_steps": 1, "days": 2, "since": "2026-11-29", "recent": [3.0, 6.0],
+        "energy_j": 3600.0,
     }  # fmt: skip
     assert found["tables"]["days"]["2026-11-30"]["workers"] == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atoll.messages.from_worker import MAX_WATTS
 from atoll.microbatch import ScheduleName
 from atoll.plan import Piece, Plan, Replica, stage_of
 from coordinator.messages.credits import KEPT_DAYS, Credits, Row, Work, day_of, rows, totals
@@ -105,3 +106,24 @@ def test_a_copy_stays_as_it_was() -> None:
     commit(credits, 1)
     credits.stored("j", [2])
     assert shown(copy)["2026-11-30", "w-1"].pending.steps == 1
+
+
+def test_energy_adds_up_and_what_was_not_measured_is_not_shown() -> None:
+    credits = Credits()
+    commit(credits, 0, NOON_S, (70, 20), (100, 5), (5, 100), (4500, 0))
+    commit(credits, 1, NOON_S, (70, 20), (100, 5), (5, 100))
+    found = shown(credits, 2)
+    assert found["2026-11-30", "w-1"].useful.energy_mj == 4500
+    assert found["2026-11-30", "w-1"].shown()["useful"]["energy_mj"] == 4500
+    assert "energy_mj" not in found["2026-11-30", "w-2"].shown()["useful"]
+    assert totals(credits, {"j": 2})["useful"].energy_mj == 4500
+
+
+def test_a_clients_energy_is_no_more_than_a_machine_takes_in_the_round() -> None:
+    credits = Credits()
+    showed = {"n_samples": 40, "train_s": 5.0, "bytes_up": 1, "bytes_down": 2}
+    claims = {"w-1": 90.5, "w-2": 1e12}
+    told = {worker: showed | {"energy_j": joules} for worker, joules in claims.items()}
+    credits.closed("bob", NOON_S, 9.0, told | {"w-3": showed}, [])
+    found = {row.worker: row.useful.energy_mj for row in rows(credits, {})}
+    assert found == {"w-1": 90_500, "w-2": round(9e3 * MAX_WATTS), "w-3": 0}

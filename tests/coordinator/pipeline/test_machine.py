@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from atoll.dataset_spec import DataSpec
 from atoll.exchange import Exchange
 from atoll.job import JobSpec, Optimizer, TrainingSpec
+from atoll.messages.from_worker import MAX_WATTS
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Plan, Replica, StageSpec, one_replica
 from coordinator.messages import jobs
@@ -563,3 +564,17 @@ def test_of_replicas_that_keep_what_a_rule_left_out_all_store_and_each_begins_wi
     assert tensors_of(third, 3, state.checkpoint) == model | {"w0@0": HASH, "w1@0": HASH}
     assert tensors_of(replace(state.plan, exchange=Exchange()), 2, state.checkpoint) == model
     assert state.plan.storers == ("w0", "w1", "w2")
+
+
+def measured(todo: list[jobs.Todo]) -> tuple[int, ...]:
+    (fact,) = [t.fact for t in todo if isinstance(t, Record) and isinstance(t.fact, StepCommitted)]
+    return fact.energy_mj
+
+
+def test_energy_is_recorded_as_reported_and_no_more_of_it_than_a_machine_can_take() -> None:
+    state, todo = training(), list[jobs.Todo]()
+    for stage, energy_j in enumerate((12.5, 0.0, 1e9)):
+        # Two seconds after the start.
+        state, todo = step(state, ready(stage, 0, energy_j=energy_j), now_s=3.0)
+    assert measured(todo) == (12_500, 0, round(2e3 * MAX_WATTS))
+    assert measured(committed(state, 4.0)[1]) == (), "where nobody measures it"

@@ -213,3 +213,17 @@ def test_free_workers_take_the_places_of_several_lost_pipelines_at_once() -> Non
     chosen = seats(loaded(state), roster_of(w4=1.0, a=1.0, b=1.0, c=1.0))
     assert chosen is not None
     assert set(chosen.sources) == set(FIRST), "all of a peer's or none"
+
+
+def test_a_period_takes_the_energy_of_all_its_steps() -> None:
+    state, todo = training(), list[jobs.Todo]()
+    for ranks in (FIRST, SECOND):
+        for at in (0, 1):
+            for rank in ranks:
+                losses = (0.25, 0.75) if rank == ranks[-1] else ()
+                report = StepReady("j", 1, at, losses, square_norms=(8.0,), energy_j=1.0 + rank + 10 * at)
+                state, _ = machine.step(state, FromRank(rank, report), 2.0)
+    for rank in state.present:
+        state, todo = machine.step(state, round_report(state, rank, energy_j=100.0), 9.0)
+    (fact,) = [t.fact for t in todo if isinstance(t, Record) and isinstance(t.fact, StepCommitted)]
+    assert fact.energy_mj == (112_000, 114_000, 116_000, 118_000, 100_000)

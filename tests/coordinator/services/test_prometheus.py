@@ -52,6 +52,7 @@ def test_a_scrape_holds_every_metric_with_its_labels(tmp_path: Path) -> None:
             looked.wait(HUNG_S)
         said = worker.report(step)
         assert worker.assigned is not None
+        said.energy_j = 1e9
         for peer in worker.assigned.peers:
             said.links.add(peer=peer.peer.worker, bytes=250, dense_bytes=1000)
         return said
@@ -83,6 +84,8 @@ def test_a_scrape_holds_every_metric_with_its_labels(tmp_path: Path) -> None:
         assert all(labels.keys() == set(metric.labels) for labels, _ in found[metric.name]), metric.name
     assert found[telemetry.STEPS.name] == [({"job": job}, HELD_STEP)]
     assert ({"state": "assigned"}, 2.0) in found[telemetry.WORKERS.name]
+    seconds = {labels["kind"]: s for labels, s in found[telemetry.CREDIT_ENERGY.name]}
+    assert 0.0 < seconds["pending"] < 1e9, "bounded by what a machine can take"
     assert ({"kind": "StepReady"}, 2.0) in found[telemetry.DROPPED.name]
     first, second = "fake-0", "fake-1"
     ratios = [(labels["source"], labels["target"], r) for labels, r in found[telemetry.LINK_RATIO.name]]

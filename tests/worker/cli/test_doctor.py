@@ -282,3 +282,29 @@ def test_people_see_a_line_a_check_and_what_to_do(entry: Entry, tmp_path: Path):
     show(examine(config_for(entry, tmp_path, entry.token), lambda what: None), Console(file=text, width=200))
     assert "round trip" in text.getvalue()
     assert "-> fine: others are dialled from here" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "packages", "refused", "said"),
+    [
+        (False, 0, None, "not measured: this system has no counter"),
+        (False, 0, Path("/sys/e"), "not measured: only root may read /sys/e"),
+        (True, 0, Path("/sys/e"), "measured: the GPU's; only root may read /sys/e"),
+        (True, 2, None, "measured: the GPU's and its share of the processors'"),
+    ],
+)
+def test_counters_of_energy_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, packages: int, refused: Path | None, said: str
+):
+    class Found:
+        def __init__(self) -> None:
+            self.refused = refused
+
+        def __len__(self) -> int:
+            return packages
+
+    monkeypatch.setattr(doctor, "Packages", Found)
+    report, figures = doctor.Report("lab:7700"), dict[str, Any]()
+    doctor._examine_energy(gpu, report, figures)
+    assert [(f.check, f.mark, f.found) for f in report.findings] == [("energy", Mark.OK, said)]
+    assert figures["energy"] == {"gpu": gpu, "packages": packages}

@@ -49,6 +49,11 @@ def test_it_is_one_line_for_people_and_none_where_nobody_answers(
         "1.50 h of computing since 2026-11-29: 15 steps, 6 samples, 0.0 MiB received, 3.0 MiB sent; "
         "3 steps are not stored yet, 6 were discarded"
     )
+    measured = rows()
+    measured.credits[0].useful.energy_mj = measured.credits[1].pending.energy_mj = 9_000_000
+    assert summed(measured).energy_j == 18_000.0
+    monkeypatch.setattr(given, "ask_given", lambda config: summed(measured))
+    assert "6 samples, 5.00 Wh measured, 0.0 MiB received" in str(cli._given(config))
     monkeypatch.setattr(given, "ask_given", lambda config: summed(pb.CreditList()))
     assert cli._given(config) == "nothing yet"
 

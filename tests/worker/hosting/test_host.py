@@ -74,6 +74,21 @@ def test_a_process_says_what_it_is_and_computes_a_step(start: Start) -> None:
     assert said == ["spans", "log"]  # of its own job alone
 
 
+def test_a_step_carries_the_joules_since_its_stage_was_loaded(start: Start) -> None:
+    """The GPUs' counter comes by the status page; what a process claims of itself does not count."""
+    world = start(
+        load="report(loaded=control.Loaded(job='j', plan_version=1))",
+        run_step="report(ready=control.StepReady(job='j', plan_version=1, step=m.step, energy_j=1e9))",
+    )
+    world.child.status.count(0, 0, 0, 1000.0)
+    world.load()
+    world.event()
+    world.child.status.count(0, 0, 0, 1250.0)
+    for at, joules in ((0, 250.0), (1, 0.0)):
+        world.host.do(instructions.RunStep("j", 1, at))
+        assert world.event().energy_j == joules
+
+
 def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is_whole(start: Start) -> None:
     world = start(
         load="applied()",

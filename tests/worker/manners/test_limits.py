@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll.errors import UsageError
-from hostos.units import shown_size
+from hostos.units import shown_energy, shown_size
 from worker.manners.limits import Limits, limits_from
 
 
@@ -70,3 +70,7 @@ def test_sizes_are_shown_in_the_largest_unit_that_fits() -> None:
         "1.0 KiB",
         "1.5 GiB",
     ]
+
+
+def test_energy_is_shown_in_hours_of_watts() -> None:
+    assert [shown_energy(j) for j in (36, 5400, 9e6)] == ["0.01 Wh", "1.50 Wh", "2.50 kWh"]

@@ -25,12 +25,13 @@ def test_the_other_process_reads_what_began_and_what_is_counted() -> None:
     arena = Arena.make(0)
     ours, theirs = ComputeStatus(arena.head), ComputeStatus(Arena(arena.descriptor, arena.size).head)
     ours.begin(ours.encoded(Mark("op 'aten.mm.default' (produit é)", 61.5)))
-    ours.count(1 << 40, 3 << 30)
+    ours.count(1 << 40, 3 << 30, 5, 2.5e7)
     assert theirs.running() == Running(1, Mark("op 'aten.mm.default' (produit é)", 61.5))
     assert (theirs.progress, theirs.memory_bytes) == (1 << 40, 3 << 30)
     ours.end()
     assert theirs.running() == Running(2, None)
     assert (theirs.progress, theirs.memory_bytes) == (1 << 40, 3 << 30)
+    assert (theirs.peak_bytes, theirs.gpu_j) == (5, 2.5e7)
     arena.close_descriptor()
 
 

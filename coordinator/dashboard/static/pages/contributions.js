@@ -1,5 +1,5 @@
 // What workers have given, by day and in all.
-import { bytes, card, count, h, seconds, show, showIf, svg, workerLink } from "../dom.js";
+import { bytes, card, count, energy, h, seconds, show, showIf, svg, workerLink } from "../dom.js";
 import { contentOf, start } from "../live.js";
 import { filter, Table } from "../table.js";
 
@@ -19,6 +19,7 @@ const table = new Table([
   { title: "samples", right: true, text: (row) => count(row.samples), sort: (row) => row.samples },
   { title: "received", right: true, text: (row) => bytes(row.bytes_in), sort: (row) => row.bytes_in },
   { title: "sent", right: true, text: (row) => bytes(row.bytes_out), sort: (row) => row.bytes_out },
+  { title: "energy", right: true, text: (row) => energy(row.energy_j), sort: (row) => row.energy_j },
   { title: "not stored yet", right: true, text: (row) => count(row.pending_steps), sort: (row) => row.pending_steps },
   { title: "discarded", right: true, text: (row) => count(row.discarded_steps), sort: (row) => row.discarded_steps },
   { title: "days", right: true, text: (row) => String(row.days), sort: (row) => row.days },
@@ -56,6 +57,7 @@ function draw() {
     tile("Workers", count(Object.keys(given()).length), `on ${count(facts.days)} days`),
     tile("Steps", count(totals.steps), totals.discarded_steps ? `${count(totals.discarded_steps)} more were discarded` : `${count(totals.samples)} samples`),
     tile("Sent between workers", bytes(totals.bytes_out), `${count(totals.samples)} samples`),
+    facts.measured ? tile("Energy", energy(totals.energy_j), `measured on ${count(facts.measured)} of ${count(Object.keys(given()).length)} workers`) : "",
   ]);
   showIf(days, [tables.days, days.clientWidth], () => drawDays(tables.days || {}, days.clientWidth));
   const test = filter(search.value);

@@ -1,5 +1,5 @@
 // What everybody may see of a run: progress, losses, how many take part, what they have given together.
-import { bar, bytes, card, count, flops, h, loss, missing, moment, pill, seconds, share, show, showIf, svg, tone } from "../dom.js";
+import { bar, bytes, card, count, energy, flops, h, loss, missing, moment, pill, seconds, share, show, showIf, svg, tone } from "../dom.js";
 import { Chart } from "../curves.js";
 import { contentOf, start, subject } from "../live.js";
 import { Table } from "../table.js";
@@ -70,7 +70,7 @@ function draw() {
   chart.set(Object.keys(named).filter((key) => curves[key]).map((key) => ({ label: named[key], points: curves[key] })));
   showIf(people, facts.places, () => drawPeople(facts.places));
   const { totals } = facts;
-  thanks.textContent = totals.workers ? `${count(totals.workers)} machines have given ${hours(totals.compute_s)} of computing since ${facts.since}: ${count(totals.steps)} steps, ${count(totals.samples)} samples, ${bytes(totals.bytes_out)} sent to each other. Thank you.` : "The first step is still to come.";
+  thanks.textContent = totals.workers ? `${count(totals.workers)} machines have given ${hours(totals.compute_s)} of computing since ${facts.since}: ${count(totals.steps)} steps, ${count(totals.samples)} samples, ${bytes(totals.bytes_out)} sent to each other${facts.measured ? `; ${energy(totals.energy_j)} measured on ${count(facts.measured)} of them` : ""}. Thank you.` : "The first step is still to come.";
   showIf(days, [tables.days, days.clientWidth], () => drawDays(tables.days || {}, days.clientWidth));
   others.set(Object.entries(jobs).filter(([key]) => key !== name));
 }

@@ -1,5 +1,5 @@
 // One machine: what it is, what it does for whom, its links, what happened to it.
-import { bits, bytes, card, count, flops, h, jobLink, nameOf, pill, seconds, show, showIf, workerLink } from "../dom.js";
+import { bits, bytes, card, count, energy, flops, h, jobLink, nameOf, pill, seconds, show, showIf, workerLink } from "../dom.js";
 import { contentOf, start, subject } from "../live.js";
 import { Table } from "../table.js";
 import { eventTable } from "./events.js";
@@ -69,6 +69,7 @@ function draw() {
   list(given, row_ ? [
     ["since", row_.since], ["compute time", seconds(row_.compute_s)], ["steps", `${count(row_.steps)}${row_.discarded_steps ? `, ${count(row_.discarded_steps)} discarded` : ""}`],
     ["samples", count(row_.samples)], ["received", bytes(row_.bytes_in)], ["sent", bytes(row_.bytes_out)],
+    ...(row_.energy_j ? [["energy", energy(row_.energy_j)]] : []),
   ] : [["so far", "nothing yet"]]);
   links.set(pairs());
   events.set(Object.entries(contentOf("events").tables.events || {}).filter(([, event]) => event.worker === subject || Object.values(event.fields).includes(subject)));

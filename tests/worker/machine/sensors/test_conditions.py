@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.machine.conditions import MachineConditions
+from worker.machine.sensors.conditions import MachineConditions
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's own files")
 NOW_S = 1_000_000.0
