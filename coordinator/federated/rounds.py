@@ -433,7 +433,7 @@ def close_summed(
     none = dict.fromkeys(state.chosen, NONE_COUNTED)
     verdicts = {**none, **dict.fromkeys(told, ""), **state.dropped}
     if round_of(state).flows:
-        state, verdicts = flow.without(state, state.chosen), {}  # each was told when it was taken
+        state, verdicts = flow.without(state, state.chosen), {}  # each has its verdict since it was taken
     else:
         state = replace(state, updates={}, told={})
     after = replace(
