@@ -114,3 +114,14 @@ def test_a_short_job_is_let_in_by_a_long_one_and_both_end() -> None:
     world.run()
     assert spans(world)["short"][1] < spans(world)["long"][1]
     assert commits(world, "long") == list(range(900))
+
+
+def test_a_job_whose_cut_names_its_devices_is_planned_on_no_fewer() -> None:
+    """Else it would try, find too few and wait again, while one behind it takes what is idle."""
+    world = World(Scenario(3, workers=3, pipeline=0, stages=2))
+    world.coordinator.fewest = 2
+    for name in ("one", "two"):
+        world.submit(name, replace(pipeline_job(12), partitioner="cut:1"), 1.0)
+    world.run()
+    assert outcomes(world) == {"one": "finished", "two": "finished"}
+    assert not [text for _, text in world.clock.story if "lacks a worker" in text]

@@ -18,6 +18,7 @@ from coordinator.messages.events import Needs
 from coordinator.messages.jobs import ENDED, RUNNING, STEPPING, WAITING, Cause, Phase, anew
 from coordinator.pipeline.changes.choice import pause_s
 from coordinator.planning.costs.losses import PLANNED_WITHIN_S
+from coordinator.planning.peers.replicas import devices_named
 from coordinator.sharing.allotment import allot
 from coordinator.sharing.claims import Allotment, Claim, Machine, faster
 from coordinator.sharing.forecast import PROMISE, promised_s
@@ -70,7 +71,7 @@ class Shares:
             self.found, self.effects.waits = Allotment(), {}
             return self.found
         machines = self._machines()
-        names = frozenset(machine.name for machine in machines)
+        names = frozenset(self.effects.roster.workers)
         if names != self._on:
             self._on = names
             self._least.clear()
@@ -191,6 +192,7 @@ class Shares:
         wanted = state.spec.training.replica_count or 1
         if state.version:  # it goes on with two of its former replicas
             wanted = min(wanted, 2)
+        wanted = max(wanted, devices_named(state.spec.partitioner))
         learnt = max(self._least.get(state.job, 1), min(wanted, len(limits)))
         fewest = 0
         for limit in limits:

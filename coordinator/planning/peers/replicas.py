@@ -400,6 +400,18 @@ def _alone(request: PlanRequest) -> PlanRequest:
 # ---------------------------------------------------------------- given cuts
 
 
+def devices_named(partitioner: str) -> int:
+    """Return how many devices a given cut names, in all replicas; 1 where the planner cuts, or for a form
+    that it will refuse."""
+    if not partitioner.startswith(GIVEN_CUT):
+        return 1
+    cuts = (part.partition(SHARE)[0] for part in partitioner.removeprefix(GIVEN_CUT).split(BETWEEN))
+    try:
+        return sum(len(set(given_pieces(cut)[1])) for cut in cuts)
+    except UsageError:
+        return 1
+
+
 def _given_parts(request: PlanRequest) -> tuple[Parts, list[int], list[str]]:
     """Workers, ends of the shares and cuts of replicas that are given, on the devices as they joined:
     ``cut:26,65@4/40@2``.

@@ -14,7 +14,7 @@ from atoll.plan import Plan
 from atoll.program import stage_programs
 from coordinator.planning import planner
 from coordinator.planning.costs.fleet import Fleet, Uplink
-from coordinator.planning.peers.replicas import best_plan, exchanged_bytes
+from coordinator.planning.peers.replicas import best_plan, devices_named, exchanged_bytes
 from coordinator.planning.peers.transfers import exchange_s, shares_of
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
@@ -183,3 +183,11 @@ def test_a_job_that_has_lost_machines_goes_on_with_fewer_replicas() -> None:
     with pytest.raises(NotEnoughMemory, match="no room for 2 replicas"):
         best_plan(request)
     assert len(best_plan(replace(request, version=2)).replicas) == 1
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "devices"),
+    [("op_fence", 1), ("cut:26,65", 3), ("cut:26,65:0,1,0", 2), ("cut:26@4/40,50@2", 5), ("cut:x", 1)],
+)
+def test_a_given_cut_names_its_devices(partitioner: str, devices: int) -> None:
+    assert devices_named(partitioner) == devices
