@@ -1,14 +1,15 @@
 """Devices that one machine lends, each with its part of what the machine's owner allows.
 
 ``--devices`` is a list with commas of ``cuda:N`` and ``cpu``, each at most once; ``cpu*N`` stands for N parts
-of the CPU, ``all`` for every GPU that the driver shows, or the CPU where there is none. With ``+`` between
+of the CPU, ``all`` for every GPU that this process may use, or the CPU where there is none. With ``+`` between
 them, devices of one kind are one member: ``cuda:0+cuda:1``, ``cpu+cpu``; ``all+`` is every GPU as one.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +22,31 @@ if TYPE_CHECKING:
     from worker.config import WorkerConfig
 
 ALL, TOGETHER = "all", "all+"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ONE = re.compile(r"(cpu|cuda:\d{1,3})(?:\*(\d{1,2}))?")
+_GPU = re.compile(r"(?P<index>\d+)|(?P<card>GPU-[\w-]+)|(?P<part>MIG-[\w/-]+)")
 
 
-def gpus_here() -> int:
-    """GPUs that the driver shows."""
-    return sum(1 for path in Path("/dev").glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit())
+def gpus_here(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """GPUs that the driver shows, without those that CUDA_VISIBLE_DEVICES takes from this process.
+
+    As CUDA reads it: indices or UUIDs, up to the first name that is of another kind or of no card; none where
+    a name comes twice. Of parts of cards (MIG) a process has one.
+    """
+    there = sum(1 for path in devices.glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit())
+    if VISIBLE not in environment:
+        return there
+    found: list[re.Match[str]] = []
+    for name in environment[VISIBLE].split(","):
+        match = _GPU.fullmatch(name.strip())
+        if match is None or (found and match.lastgroup != found[0].lastgroup):
+            break
+        if match.lastgroup == "index" and int(match[0]) >= there:
+            break
+        if match[0] in [before[0] for before in found]:
+            return 0
+        found.append(match)
+    return min(len(found), 1 if found and found[0].lastgroup == "part" else there)
 
 
 def parse_devices(text: str, gpus: Callable[[], int] = gpus_here) -> tuple[str, ...]:

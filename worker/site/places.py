@@ -68,7 +68,10 @@ def device_of(wanted: str | None, local: int, gpus: int) -> str:
     if wanted == "cpu" or (wanted != "cuda" and not gpus):
         return "cpu"
     if local >= gpus:
-        raise UsageError(f"process {local} of this host has no GPU of its own: there are {gpus}")
+        raise UsageError(
+            f"process {local} of this host has no GPU of its own: it may use {gpus}; start fewer, or set "
+            "LOCAL_RANK=0 where CUDA_VISIBLE_DEVICES shows each process another GPU alone"
+        )
     return f"cuda:{local}"
 
 

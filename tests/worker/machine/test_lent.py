@@ -10,7 +10,7 @@ from atoll.errors import UsageError
 from protos.devices import MAX_DEVICES
 from worker.config import WorkerConfig, make_config, remember
 from worker.machine.device import compute_threads
-from worker.machine.lent import lent_devices, parse_devices
+from worker.machine.lent import gpus_here, lent_devices, parse_devices
 
 GIB = 1 << 30
 
@@ -39,6 +39,41 @@ def test_a_list_names_devices_and_all_the_gpus_there_are(text: str, devices: tup
 
 def test_where_there_is_no_gpu_all_is_the_cpu() -> None:
     assert parse_devices("all", lambda: 0) == ("cpu",)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("2", 1),
+        ("0,1", 2),
+        (" 3, 1 ", 2),
+        ("0,-1,1", 1),
+        ("0,4,1", 1),
+        ("1,1", 0),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("GPU-8932f937,GPU-1c5a", 2),
+        ("GPU-8932f937,0", 1),
+        ("MIG-5c1d/1/0,MIG-5c1d/2/0", 1),
+    ],
+)
+def test_gpus_are_those_that_cuda_shows_this_process(
+    tmp_path: Path, visible: str | None, count: int
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia0x"):
+        (tmp_path / name).touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpus_here(environment, tmp_path) == count
+    every = parse_devices("all+", lambda: gpus_here(environment, tmp_path))
+    assert every == ("+".join(f"cuda:{number}" for number in range(count)) or "cpu",)
+
+
+def test_visible_gpus_of_a_machine_without_any_are_none(tmp_path: Path) -> None:
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 0
+    assert gpus_here({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, tmp_path) == 0
 
 
 @pytest.mark.parametrize(
