@@ -46,7 +46,7 @@ from coordinator.planning.costs.timeline import expected_step_s, step_bytes, ste
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
 from coordinator.planning.evaluation_cut import evaluation_intervals
-from coordinator.planning.inside.words import inside_words
+from coordinator.planning.inside.words import inside_words, outside_words
 from coordinator.planning.problem import Candidate, Problem, Scored, kept_as, memory_on, short_of_memory
 from coordinator.planning.reasons.bottleneck import bottleneck
 from coordinator.planning.reasons.left_out import left_out, passed_over, summarised
@@ -54,6 +54,7 @@ from coordinator.planning.reasons.shortage import NoCutFits
 from coordinator.planning.search.keepings import FURTHER, eased, forms, may_fit, mildest_first, why_kept
 from coordinator.planning.search.op_fence import Effort, search
 from coordinator.planning.search.preselect import Preselection
+from coordinator.planning.search.sites import divided, settled_kinds, suited
 from coordinator.planning.standby_worth import Ranked, best_expected, costs_of
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Twins:
         except NotEnoughMemory as error:
             self.found.append((request, effort, error))
             raise
-        if not found[2] and not found[0].keepings:  # what is kept otherwise is said by name
+        if not found[2] and not found[0].keepings and not found[0].kinds:  # these are by name
             self.found.append((request, effort, found))
         return found
 
@@ -165,6 +166,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None, *, part: bool 
         plan, note = _with_evaluation(plan, request.dag, request.eval_dag, request.training)
         notes += [note] if note else []
     notes += _mixed_classes(problem, best) + inside_words(problem, best)
+    notes += [] if part else outside_words(problem, best)
     reasons: tuple[tuple[str, str], ...] = ()
     if not part:
         reasons = left_out(problem, best) if request.partitioner in SEARCHED else _unused(problem, best)
@@ -215,7 +217,7 @@ def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple
             found.append(_within_memory(problem, request.partitioner, effort))
     best, scored, why = min(found, key=lambda f: f[1].step_s)
     tried = {*chosen.workers, *few.workers} if len(found) > 1 else set(chosen.workers)
-    whole = best.on(fleet.subset([d.worker for d in fleet.devices if d.worker in tried]))
+    whole = settled_kinds(best).on(fleet.subset([d.worker for d in fleet.devices if d.worker in tried]))
     place = [whole.fleet.index[device.worker] for device in best.fleet.devices]
     devices = tuple(place[at] for at in scored.candidate.devices)
     scored = replace(scored, candidate=replace(scored.candidate, devices=devices))
@@ -256,6 +258,21 @@ def _mixed_classes(problem: Problem, best: Scored) -> list[str]:
 
 
 def _within_memory(given: Problem, partitioner: str, effort: Effort) -> _Found:
+    """What ``_kept_within`` finds, with sites that divide as suits an equal part of the model or, where that
+    is another kind, all of it; then as suits the stage that they have."""
+    found: list[_Found] = []
+    problems = divided(given)
+    for problem in problems:
+        try:
+            found.append(_kept_within(problem, partitioner, effort))
+        except NotEnoughMemory:
+            if problem is problems[-1] and not found:
+                raise
+    problem, best, why = min(found, key=lambda each: each[1].step_s)
+    return (*suited(problem, best), why)
+
+
+def _kept_within(given: Problem, partitioner: str, effort: Effort) -> _Found:
     """The problem with what stages keep in which form decided, its best candidate, and why where that was a
     choice.
 

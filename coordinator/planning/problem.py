@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.job import TrainingSpec
+    from atoll.mesh.layout import Inside
     from atoll.microbatch import Action
     from atoll.opdag import OpDag, OpNode
     from atoll.plan import LinkSpec, Replica
@@ -125,7 +126,8 @@ class Problem:
     """Costs of ``dag`` on every device of ``fleet``; ``schedule`` None lets the timeline choose.
 
     ``compression``: what links do to the bytes of every candidate judged here. ``keeping``: form in which
-    stages keep what they need again, decided; ``keepings``: of workers that keep it otherwise.
+    stages keep what they need again, decided; ``keepings``: of workers that keep it otherwise; ``kinds``:
+    inside plans of workers that divide their stages otherwise than an equal part of the model.
     """
 
     dag: OpDag
@@ -136,6 +138,7 @@ class Problem:
     compression: Compression = field(default_factory=lambda: Compression(OFF))
     keeping: Keeping = EXACTLY
     keepings: Mapping[str, Keeping] = field(default_factory=dict)
+    kinds: Mapping[str, Inside] = field(default_factory=dict)
     likely: tuple[tuple[int, ...], ...] = ()  # orders of devices that the search begins with, beside its own
     pinned: str = ""  # worker that computes all that reads inputs; "": any may
     _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
@@ -157,7 +160,7 @@ class Problem:
         self.applies: dict[Held, float] = {}
         self.in_flight_caps: dict[tuple[Held, bool, float], list[int]] = {}
         alone = [self.table.costs(d, self.kept_by(d)) for d in self.fleet.devices]
-        self.inside, costs = self.insides.priced(self.fleet.devices, alone)
+        self.inside, costs = self.insides.priced(self.fleet.devices, alone, self.kinds)
         self.undivided = [undivided(each, a, c) for each, a, c in zip(self.inside, alone, costs, strict=True)]
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
@@ -554,6 +557,14 @@ def kept_as(problem: Problem, keeping: Keeping, keepings: Mapping[str, Keeping] 
     found.memory = problem.memory_in(keeping)
     if keeping != problem.keeping:
         found.insides = Insides(problem.dag, problem.training, keeping, found.memory)
+    found._price()
+    return found
+
+
+def divided_as(problem: Problem, kinds: Mapping[str, Inside]) -> Problem:
+    """Return the same where these workers divide their stages by these kinds of inside plans."""
+    found = copy(problem)
+    found.kinds, found._scores, found._specs = kinds, {}, {}
     found._price()
     return found
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.compression import OFF
+from atoll.mesh.layout import Inside
 from atoll.microbatch import one_f_one_b
 from coordinator.planning.costs.timeline import simulate
 from coordinator.planning.costs.workload import Wire
@@ -25,10 +26,12 @@ def timelines(request: PlanRequest, plan: Plan) -> tuple[Timeline, ...]:
     in it. ``request`` is the one that ``plan`` was made for.
     """
     training = request.training
-    keepings = {stage.worker: stage.keeping for replica in plan.replicas for stage in replica.stages}
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    keepings = {stage.worker: stage.keeping for stage in stages}
+    kinds = {stage.worker: Inside(stage.inside) for stage in stages if stage.inside}
     wire = request.wire or Wire()
     problem = Problem(
-        request.dag, training, request.fleet, None, wire, training.compression, keepings=keepings
+        request.dag, training, request.fleet, None, wire, training.compression, keepings=keepings, kinds=kinds
     )
     found = []
     for replica in plan.replicas:

@@ -1,8 +1,9 @@
 """Devices that one machine lends, each with its part of what the machine's owner allows.
 
 ``--devices`` is a list with commas of ``cuda:N`` and ``cpu``, each at most once; ``cpu*N`` stands for N parts
-of the CPU, ``all`` for every GPU that this process may use, or the CPU where there is none. With ``+`` between
-them, devices of one kind are one member: ``cuda:0+cuda:1``, ``cpu+cpu``; ``all+`` is every GPU as one.
+of the CPU, ``all`` for every GPU that this process may use, or the CPU where there is none. With ``+``
+between them, devices of one kind are one member: ``cuda:0+cuda:1``, ``cpu+cpu``; ``all+`` is every GPU as
+one.
 """
 
 from __future__ import annotations

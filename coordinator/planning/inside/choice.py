@@ -11,7 +11,7 @@ from atoll.ops import GROUPED
 from coordinator.planning.inside.costs import InsideCosts, inside_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from atoll.job import Keeping, TrainingSpec
     from atoll.opdag import OpDag
@@ -50,33 +50,43 @@ class Insides:
         return [kind for kind in Inside if kind not in alike]
 
     def priced(
-        self, devices: Sequence[Device], alone: Sequence[Costs]
+        self, devices: Sequence[Device], alone: Sequence[Costs], kinds: Mapping[str, Inside]
     ) -> tuple[list[InsideCosts | None], list[Costs]]:
         """Return the inside plan of each device, None where it is one, and costs on all it is; ``alone``: on
-        one of them. Peers with steps of their own use the first device only."""
+        one of them; ``kinds``: of workers whose kind is given. Peers with steps of their own use the first
+        device only."""
         insides: list[InsideCosts | None] = []
         priced = []
         for device, costs in zip(devices, alone, strict=True):
             mesh = device.mesh if self.training.local_exchange is None else None
-            best = None if mesh is None else self._best(device, mesh, costs, len(devices))
+            best = None
+            if mesh is not None and device.worker in kinds:
+                options = self.of_size(mesh.size)
+                best = next(option for option in options if option.kind is kinds[device.worker])
+            elif mesh is not None:
+                best = self.best(device, mesh, costs, len(devices))
             insides.append(best)
             priced.append(costs if best is None or mesh is None else best.costs(costs, mesh))
         return insides, priced
 
-    def _best(self, device: Device, mesh: Mesh, alone: Costs, among: int) -> InsideCosts:
-        """The fastest of those whose processes hold their part of the model, where others hold as much; the
-        one of the least memory where none does."""
-        options = self.of_size(mesh.size)
+    def fastest(self, mesh: Mesh, alone: Costs) -> list[tuple[float, InsideCosts]]:
+        """Return every kind with the seconds of a micro-batch of the whole model, the fastest first."""
+        found = []
+        for option in self.of_size(mesh.size):
+            costs = option.costs(alone, mesh)
+            found.append((float((costs.forward_s + costs.backward_s).sum()), option))
+        return sorted(found, key=lambda each: each[0])
+
+    def best(self, device: Device, mesh: Mesh, alone: Costs, among: int) -> InsideCosts:
+        """Return the fastest kind whose processes hold their part of the model, where ``among`` devices hold
+        as much each; the one of the least memory where none does."""
+        options = [option for _, option in self.fastest(mesh, alone)]
 
         def need(option: InsideCosts) -> float:
             return option.memory.bytes(0, len(self.dag.ops), 1)
 
-        def seconds(option: InsideCosts) -> float:
-            costs = option.costs(alone, mesh)
-            return float((costs.forward_s + costs.backward_s).sum())
-
-        room = [option for option in options if need(option) <= device.model_limit_bytes * among]
-        return min(room, key=seconds) if room else min(options, key=need)
+        room = (option for option in options if need(option) <= device.model_limit_bytes * among)
+        return next(room, None) or min(options, key=need)
 
     def times(self, inside: InsideCosts | None) -> float:
         """Return how much more of the model a process's memory holds than one device's own would."""

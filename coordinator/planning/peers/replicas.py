@@ -368,6 +368,7 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
         f"{len(plans)} replicas exchange gradients{_in_codec(plan)} in {joining_s:.3g} s, {megabytes:.1f} MB "
         "from the busiest" + (f"; within {sites} sites first" if plan.exchange.inner else "")
     )
+    outside = "outside: " if any(p.stages[0].inside for p in plans) else ""  # a plan that has insides, too
     return replace(
         slowest,
         single_machine_s=single_s,
@@ -378,7 +379,7 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
         reason=words if dominated else slowest.reason,
         stages=tuple(stage for p in alone for stage in p.stages),
         links=tuple(link for p in alone for link in p.links) + links,
-        notes=tuple(dict.fromkeys((words, *(note for p in alone for note in p.notes)))),
+        notes=tuple(dict.fromkeys((outside + words, *(note for p in alone for note in p.notes)))),
     )
 
 

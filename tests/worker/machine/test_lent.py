@@ -60,9 +60,7 @@ def test_where_there_is_no_gpu_all_is_the_cpu() -> None:
         ("MIG-5c1d/1/0,MIG-5c1d/2/0", 1),
     ],
 )
-def test_gpus_are_those_that_cuda_shows_this_process(
-    tmp_path: Path, visible: str | None, count: int
-) -> None:
+def test_gpus_are_those_that_cuda_shows_this_process(tmp_path: Path, visible: str | None, count: int) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm", "nvidia0x"):
         (tmp_path / name).touch()
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
