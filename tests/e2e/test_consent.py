@@ -104,6 +104,7 @@ def fleet(received: Received) -> Iterator[AskingFleet]:
         yield started
 
 
+@pytest.mark.slow  # in one process: {coordinator,worker}/federated, test_consent
 def test_a_first_job_waits_for_consent_and_what_leaves_afterwards_is_logged_to_the_byte(
     fleet: AskingFleet, received: Received
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_crash_names_the_op_and_the_job_ends_in_the_same_bits(fleet: HostileFl
     assert "Traceback" not in fleet.log("worker0")
 
 
+@pytest.mark.slow  # of the sandbox alone: tests/worker/hosting/contained
 def test_files_outside_are_not_there(fleet: HostileFleet, request: pytest.FixtureRequest) -> None:
     """A secret file, and this worker's own key."""
     missing = "No such file or directory"

@@ -53,6 +53,7 @@ def test_the_demo_trains_in_two_stages_and_the_plain_module_agrees(tmp_path: Pat
     assert _left(kept) == []
 
 
+@pytest.mark.slow  # without workers: tests/experiments/test_demo.py
 @pytest.mark.parametrize(("number", "code"), sampled(1, [(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_a_demo_that_is_interrupted_leaves_no_process(number: int, code: int, tmp_path: Path) -> None:
     kept = tmp_path / "kept"

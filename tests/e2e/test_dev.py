@@ -26,6 +26,7 @@ from tests.patience import eventually
 DEV = (sys.executable, "-m", "coordinator.cli", "dev")
 
 
+@pytest.mark.slow  # each template is captured by tests/coordinator/cli/first; test_demo.py trains
 @pytest.mark.parametrize("template", sampled(1, [Template.FEDERATED, Template.LANGUAGE, Template.VISION]))
 def test_a_template_trains_on_workers_of_this_machine(template: Template, tmp_path: Path) -> None:
     job, kept, weights = write(tmp_path / "my-job", template), tmp_path / "kept", tmp_path / "w.safetensors"
@@ -42,6 +43,7 @@ def test_a_template_trains_on_workers_of_this_machine(template: Template, tmp_pa
     assert _left(kept) == []
 
 
+@pytest.mark.slow  # without a fleet: tests/coordinator/cli/first/test_ending.py
 @pytest.mark.parametrize(
     ("number", "code"),
     sampled(1, [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]),

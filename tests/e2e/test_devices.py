@@ -62,6 +62,7 @@ def states(fleet: LoopbackFleet) -> dict[str, str]:
     return {worker.name: worker.state for worker in fleet.client.status().workers}
 
 
+@pytest.mark.slow  # links of one daemon: tests/worker/transport/test_local.py
 def test_two_devices_of_one_daemon_and_a_worker_elsewhere_train_the_bits_of_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

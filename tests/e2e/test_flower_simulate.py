@@ -33,6 +33,7 @@ def simulated(app: Path, nodes: int, workers: int, out: Path, **config: Any) -> 
     return [round(share, 4) for share in json.loads(out.read_text())["acc"][1:]], events
 
 
+@pytest.mark.slow
 def test_nodes_on_two_workers_give_the_listed_accuracies_and_what_they_write_is_no_part_of_the_app(
     tmp_path: Path,
 ) -> None:

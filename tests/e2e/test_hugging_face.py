@@ -239,6 +239,7 @@ def exported(fleet: LoopbackFleet, base: Path, vocabulary: int, folder: Path) ->
     assert all(key.endswith((".lora_A.weight", ".lora_B.weight")) for key in keys)
 
 
+@pytest.mark.slow
 def test_an_adapter_comes_home_as_peft_reads_it(fleet: LoopbackFleet, tmp_path: Path) -> None:
     torch.manual_seed(0)
     BertModel(small()).save_pretrained(tmp_path / "base")

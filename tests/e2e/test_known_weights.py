@@ -74,6 +74,7 @@ def holding(checkpoint: Path) -> Iterator[LoopbackFleet]:
         yield fleet
 
 
+@pytest.mark.slow
 def test_a_submission_of_weights_that_a_worker_has_sends_less_than_a_megabyte(
     holding: LoopbackFleet, checkpoint: Path
 ) -> None:

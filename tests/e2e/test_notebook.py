@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_a_script_trains_a_job_of_its_own_follows_it_and_exports_it(tmp_path: Path) -> None:
     job = load_job(ROOT / "examples" / "mlp_digits.py", ["steps=12", "eval_every=6"])
     kept = Kept()

@@ -45,6 +45,7 @@ def test_what_the_tutorial_writes_has_the_bits_of_ours_on_workers(fleet: Federat
     assert all(torch.equal(one[name], two[name]) for name in two)
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_job_without_rounds(fleet: FederatedFleet) -> None:
     options = {"strategy": ClientMomentum.name, "buffer": 2}
     last = finished(fleet, submitted(fleet, job(8, "waitless", **options)))
@@ -122,6 +123,7 @@ def test_a_job_file_with_a_strategy_of_its_own_is_simulated_with_a_population(tm
     assert found["loss"] < 1.4
 
 
+@pytest.mark.slow  # of the class: tests/strategies/own/test_own.py
 def test_a_name_that_nobody_declares_is_refused_with_the_remedy(tmp_path: Path) -> None:
     done = simulated(tmp_path, "--set", "federated.strategy=two_moments")
     assert done.returncode == 2

@@ -122,6 +122,7 @@ def test_rows_stay_with_their_owner(fleet: OwnerAndHelpers, cut: str) -> None:
     fleet.client.cancel(name)
 
 
+@pytest.mark.slow  # in one process: {coordinator/pipeline,worker/data}/test_pinned.py
 def test_the_same_bits_as_without_pins(fleet: OwnerAndHelpers, cut: str) -> None:
     pinned = submitted(fleet, job("kept", pinned=True), cut)
     fleet.wait_until(lambda: asked(fleet, pinned), "the job to ask for its data")
@@ -167,6 +168,7 @@ def test_an_owner_that_is_lost_is_waited_for_and_nobody_takes_its_place(
     assert last.step == 60
 
 
+@pytest.mark.slow  # in one process: tests/coordinator/federated/test_datasets.py
 def test_data_that_nobody_has_are_named_at_submit(fleet: OwnerAndHelpers, cut: str) -> None:
     fields = {"tokens": "text", "labels": "next"}
     for data, why in (

@@ -162,6 +162,7 @@ def simulated(folder: Path, hosts: int, *given: str) -> dict[str, Tensor]:
     return load_file(weights)
 
 
+@pytest.mark.slow
 def test_a_simulation_trains_what_is_registered_here_and_its_owner_is_asked_by_others_still(
     tmp_path: Path,
 ) -> None:

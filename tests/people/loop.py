@@ -93,17 +93,19 @@ def refusal(make: MakeJob) -> str:
     pytest.fail("the job was taken")
 
 
-def compare(make: MakeJob, seed: int = 0) -> Job:
-    """Fail unless the job, as one stage and as two, trains what the plain loop trains; return it."""
+def compare(make: MakeJob, cuts: int = 1) -> Job:
+    """Fail unless the job, as one stage and as two at each of ``cuts`` places, trains what the plain loop
+    trains; return it."""
     torch.manual_seed(7)
     expected = plain_loop(make())
     torch.manual_seed(7)
     job = make()
     prepared = prepare(job)
     positions = prepared.graphs.dag.cuttable()
-    cuts = [(0,), *((0, cut) for cut in random.Random(seed).sample(positions, min(1, len(positions))))]
-    runs = [_pipeline(job, prepared, starts) for starts in cuts]
-    for starts, found in zip(cuts, runs, strict=True):
+    drawn = random.Random(0).sample(positions, min(cuts, len(positions)))
+    ways = [(0,), *((0, cut) for cut in drawn)]
+    runs = [_pipeline(job, prepared, starts) for starts in ways]
+    for starts, found in zip(ways, runs, strict=True):
         assert not differences(found, expected), (starts, differences(found, expected))
     for found in runs[1:]:
         assert found.losses == runs[0].losses

@@ -110,7 +110,7 @@ def test_requests_and_replies_keep_flowers_conventions(rule: Strategy) -> None:
         assert isinstance(metrics["num-examples"], int)
 
 
-@every_rule
+@pytest.mark.parametrize("rule", sampled(8, RULES), ids=lambda rule: rule.name)
 def test_a_saved_run_goes_on_as_if_it_had_never_stopped(rule: Strategy) -> None:
     whole, _ = run(rule, 4)
     first, grid = run(rule, 2)

@@ -105,8 +105,7 @@ def test_a_layer_computes_with_the_weight_that_torchao_gives_back(kind: Kind, dt
 def test_adapters_train_as_in_a_plain_loop_and_to_the_same_bits_however_cut(
     make: Callable[[], nn.Module],
 ) -> None:
-    for seed in (0, 1):
-        compare(lambda: job_of(make(), tokens(), optimizer=Optimizer(lr=0.01)), seed)
+    compare(lambda: job_of(make(), tokens(), optimizer=Optimizer(lr=0.01)), cuts=2)
 
 
 def _begun(model: nn.Module) -> nn.Module:
@@ -116,7 +115,7 @@ def _begun(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("kind", "cut"), sampled(2, [(kind, cut) for kind in KINDS for cut in (1, 0)]))
+@pytest.mark.parametrize(("kind", "cut"), sampled(1, [(kind, cut) for kind in KINDS for cut in (1, 0)]))
 def test_every_way_to_recompute_and_to_defer_gives_the_same_gradients(kind: Kind, cut: int) -> None:
     """``cut``: between a weight and the layer that reads it, which a planner would never do."""
     found = captured(kind)
