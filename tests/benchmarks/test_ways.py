@@ -11,6 +11,7 @@ from coordinator.planning.peers.transfers import exchange_s, owner_transfers
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.ways import WayKind, compare_ways
 from tests.coordinator.planning.dags import gpt_like
+from tests.parameters import sampled
 
 SIZE = 200_000
 
@@ -46,7 +47,7 @@ def test_two_that_leave_by_one_line_share_it() -> None:
     assert carried_s(network_of(fleet), pairs) == pytest.approx(2 * one, rel=0.15)
 
 
-@pytest.mark.parametrize("rule", ["diloco", "wagma"])
+@pytest.mark.parametrize("rule", sampled(1, ["diloco", "wagma"]))
 def test_peers_of_several_machines_take_what_is_predicted(rule: str) -> None:
     training = TrainingSpec(steps=100, n_micro=4, blocks=4)
     fleet = read_fleet(HERE / "sites_thin.toml")

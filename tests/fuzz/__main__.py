@@ -41,7 +41,8 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}; {CHECKING or 'no checking allocator on this system'}", flush=True)
-    report = Supervisor(_show_finding).run(_progress(_lines(options, seed)))
+    with Supervisor(_show_finding) as supervisor:
+        report = supervisor.run(_progress(_lines(options, seed)))
     _show(report)
     if options.json:
         print(json.dumps(_summary(report, seed)))

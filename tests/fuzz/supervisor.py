@@ -140,7 +140,7 @@ class Child:
 
 
 class Supervisor:
-    """Pairs of children, renewed when one dies."""
+    """Pairs of children, renewed when one dies; the last pair ends with the context."""
 
     def __init__(
         self, said: Callable[[Finding], None] = lambda finding: None, *, shrink_tries: int = SHRINK_TRIES
@@ -150,11 +150,17 @@ class Supervisor:
         self._pair: list[Child] = []
         self._given = 0  # cases, to this pair
 
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def run(self, lines: Iterable[tuple[str, str, Case]]) -> Report:
         """Run (op, line, case) one after another; a finding is repeated alone and made smaller."""
+        self.report = Report()
         for target, line, case in lines:
             self._one(target, line, case)
-        self.close()
         return self.report
 
     def close(self) -> None:

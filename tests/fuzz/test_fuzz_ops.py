@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,12 +16,19 @@ from tests.fuzz.supervisor import CHECKING, Supervisor, drawn, verdict
 SEED = 4711
 
 
+@pytest.fixture(scope="module")
+def supervisor() -> Iterator[Supervisor]:
+    """One pair of children: starting one costs more than hundreds of cases."""
+    with Supervisor() as started:
+        yield started
+
+
 @pytest.mark.parametrize(
     "ops", [80, pytest.param(240, marks=pytest.mark.slow)]
 )  # of a list four times as long
-def test_no_op_kills_hangs_or_shows_memory_that_is_not_its_own(ops: int) -> None:
+def test_no_op_kills_hangs_or_shows_memory_that_is_not_its_own(ops: int, supervisor: Supervisor) -> None:
     some = random.Random(SEED).sample(TARGETS, ops)
-    report = Supervisor().run(drawn(SEED, some, range(4)))
+    report = supervisor.run(drawn(SEED, some, range(4)))
     assert report.findings == []
     assert report.cases == 4 * ops
     assert report.status["ran"] > report.cases // 3  # cases come to the kernels, not only to the checks
@@ -161,8 +169,8 @@ FOUND = (
 )
 
 
-def test_what_was_found_once_stays_harmless() -> None:
-    report = Supervisor().run((found.target, found.text(), found) for found in FOUND)
+def test_what_was_found_once_stays_harmless(supervisor: Supervisor) -> None:
+    report = supervisor.run((found.target, found.text(), found) for found in FOUND)
     assert report.findings == []
 
 
@@ -196,5 +204,6 @@ def test_the_children_see_a_kernel_that_reads_beyond_its_input(monkeypatch: pyte
     """Without the guard, the first finding of this fuzz: its own check that it can find."""
     monkeypatch.setenv("ATOLL_FUZZ_UNGUARDED", "_weight_norm")
     # Each try to make it smaller would cost two processes, which import torch under the checking allocator.
-    report = Supervisor(shrink_tries=0).run((found.target, found.text(), found) for found in FOUND[:1])
+    with Supervisor(shrink_tries=0) as supervisor:
+        report = supervisor.run((found.target, found.text(), found) for found in FOUND[:1])
     assert [finding.kind for finding in report.findings] == ["died"]
