@@ -13,7 +13,7 @@ from tests.sim.world import Scenario, World, scenario
 
 SEEDS = 120
 SLOW_SEEDS = 3000
-CHUNK = 40
+CHUNK = 20
 
 
 def drawn(seed: int, populations: int = 0) -> Scenario:
@@ -48,14 +48,14 @@ def test_an_undisturbed_world_counts_the_clients_of_hosts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(SEEDS, SLOW_SEEDS, 10 * CHUNK))
+@pytest.mark.parametrize("first", range(SEEDS, SLOW_SEEDS, 20 * CHUNK))
 def test_everything_holds_in_three_thousand_asynchronous_worlds(first: int) -> None:
-    for seed in range(first, min(SLOW_SEEDS, first + 10 * CHUNK)):
+    for seed in range(first, min(SLOW_SEEDS, first + 20 * CHUNK)):
         holds(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(SEEDS, SLOW_SEEDS, 10 * CHUNK))
+@pytest.mark.parametrize("first", range(SEEDS, SLOW_SEEDS, 20 * CHUNK))
 def test_everything_holds_in_three_thousand_asynchronous_worlds_of_populations(first: int) -> None:
-    for seed in range(first, min(SLOW_SEEDS, first + 10 * CHUNK)):
+    for seed in range(first, min(SLOW_SEEDS, first + 20 * CHUNK)):
         holding(drawn(seed, populations=1 + seed % 2))

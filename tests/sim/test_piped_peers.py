@@ -35,9 +35,9 @@ def piped(seed: int) -> Scenario:
     )
 
 
-@pytest.mark.parametrize("first", sampled(1, range(0, 64, 8)))
+@pytest.mark.parametrize("first", sampled(1, range(0, 64, 4)))
 def test_everything_holds_where_peers_are_pipelines(first: int) -> None:
-    for seed in range(first, first + 8):
+    for seed in range(first, first + 4):
         holding(piped(seed))
 
 
@@ -118,7 +118,7 @@ def test_who_stands_by_for_a_stage_takes_it_and_loads_nothing() -> None:
     assert all(not met.missing for met in world.facts(RoundMet))
 
 
-@pytest.mark.parametrize("first", sampled(1, range(0, 64, 8)))
+@pytest.mark.parametrize("first", sampled(1, range(0, 64, 4)))
 def test_everything_holds_where_standbys_repeat_peers_steps(first: int) -> None:
-    for seed in range(first, first + 8):
+    for seed in range(first, first + 4):
         holding(replace(piped(seed), standbys=1 + seed % 2))

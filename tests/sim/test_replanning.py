@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.messages.facts import PlanAdopted, StepCommitted, from_record
 from coordinator.pipeline.changes import newcomers
+from tests.parameters import each_once
 from tests.sim.faults import Crash, Fault, Freeze, KillCoordinator, Leave
 from tests.sim.world import Scenario, World, told
 
@@ -76,16 +77,18 @@ def test_what_becomes_possible_is_done(local_steps: int) -> None:
     assert world.coordinator.shadow.jobs["job-1"].outcome == "finished"
 
 
-@pytest.mark.parametrize("at_s", [8.7, 9.5])
 @pytest.mark.parametrize(
-    "fault",
-    [
-        Crash(0, 3.0, "w0"),
-        Crash(0, 3.0, "w2"),
-        Freeze(0, 6.0, "w1"),
-        Leave(0, 3.0, "w2"),
-        KillCoordinator(0, 2.0),
-    ],
+    ("fault", "at_s"),
+    each_once(
+        [
+            Crash(0, 3.0, "w0"),
+            Crash(0, 3.0, "w2"),
+            Freeze(0, 6.0, "w1"),
+            Leave(0, 3.0, "w2"),
+            KillCoordinator(0, 2.0),
+        ],
+        [8.7, 9.5],
+    ),
 )
 def test_whatever_happens_meanwhile_no_step_is_lost_or_doubled(fault: Fault, at_s: float) -> None:
     world = grown(replace(fault, at_s=at_s))

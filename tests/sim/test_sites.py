@@ -12,7 +12,7 @@ from tests.sim.world import World, scenario
 
 SEEDS = 120
 SLOW_SEEDS = 3000
-CHUNK = 40
+CHUNK = 20
 
 
 def holds(seed: int) -> None:
@@ -26,9 +26,9 @@ def test_everything_holds_in_worlds_of_sites(first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(SEEDS, SLOW_SEEDS, 10 * CHUNK))
+@pytest.mark.parametrize("first", range(SEEDS, SLOW_SEEDS, 20 * CHUNK))
 def test_everything_holds_in_three_thousand_worlds_of_sites(first: int) -> None:
-    for seed in range(first, min(SLOW_SEEDS, first + 10 * CHUNK)):
+    for seed in range(first, min(SLOW_SEEDS, first + 20 * CHUNK)):
         holds(seed)
 
 
