@@ -9,7 +9,7 @@ import pytest
 from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted
 from coordinator.messages.jobs import JobState
 from coordinator.pipeline.changes import newcomers
-from tests.parameters import sampled
+from tests.parameters import each_once, sampled
 from tests.sim.faults import Crash, Fault, KillCoordinator, Leave
 from tests.sim.world import Scenario, World
 
@@ -64,12 +64,16 @@ def test_one_after_the_other_each_by_its_standby_and_a_standby_that_dies_costs_n
 
 
 @pytest.mark.parametrize("workers", sampled(1, [6, 5]))
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (0, 1), (1, 2), (1, 0)])
-def test_a_neighbour_is_lost_while_a_standby_takes_its_place(workers: int, first: int, second: int) -> None:
+@pytest.mark.parametrize(
+    ("pair", "late_s"), each_once([(2, 1), (0, 1), (1, 2), (1, 0)], [0.1, 0.16, 0.22, 0.28])
+)
+def test_a_neighbour_is_lost_while_a_standby_takes_its_place(
+    workers: int, pair: tuple[int, int], late_s: float
+) -> None:
     """Half of a place is no state: the standby begins it anew, beside the neighbour's successor."""
-    for late_s in (0.1, 0.16, 0.22, 0.28):
-        faults = (Crash(STANDING_S, 0.0, f"w{first}"), Crash(STANDING_S + late_s, 0.0, f"w{second}"))
-        ran(Scenario(seed=5, workers=workers, standbys=1 + workers % 2, steps=STEPS, faults=faults))
+    first, second = pair
+    faults = (Crash(STANDING_S, 0.0, f"w{first}"), Crash(STANDING_S + late_s, 0.0, f"w{second}"))
+    ran(Scenario(seed=5, workers=workers, standbys=1 + workers % 2, steps=STEPS, faults=faults))
 
 
 @pytest.mark.parametrize("seed", sampled(8, range(25)))
