@@ -7,8 +7,8 @@ import copy
 import functools
 import inspect
 import json
-import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +45,43 @@ MAX_TOKEN_FILE_BYTES = 64 << 10
 BytesDone = Callable[[int, int], None]  # bytes done, bytes in all
 Result = TypeVar("Result")
 
+
+class Lines(Console):
+    """A console whose texts keep their lines at any width, so that paths and commands can be copied and found
+    by programs; a reader that leaves early (head, less) ends the command without an error."""
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        """Print as any console does; texts are not wrapped unless ``soft_wrap`` is False."""
+        if soft_wrap is None:
+            soft_wrap = all(isinstance(one, str | Text) for one in objects)
+        with written():
+            super().print(*objects, soft_wrap=soft_wrap, **options)
+
+    @property
+    def redraws(self) -> bool:
+        """Whether lines can be drawn anew: not in a file, nor on a terminal that only prints (TERM=dumb)."""
+        return self.is_terminal and not self.is_dumb_terminal
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to ``written``."""
+        raise BrokenPipeError
+
+
+@contextmanager
+def written() -> Iterator[None]:
+    """Around writing to standard output: exit without an error where its reader has left. StorageError where
+    it cannot be written, as on a full disk."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise SystemExit(0) from None
+    except OSError as error:
+        raise StorageError(f"cannot write the output: {error.strerror}") from None
+
+
 # Much of what is shown was written elsewhere: no text is markup.
-out = Console(highlight=False, markup=False, emoji=False)
-err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+out = Lines(highlight=False, markup=False, emoji=False)
+err = Lines(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def kept_folder(keep: Path) -> Path:
@@ -169,6 +203,11 @@ def shown_time(at_s: float, unknown: str = "-") -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s)) if at_s else unknown
 
 
+def quoted(path: Path | str) -> str:
+    """A path as a shell takes it: between quotes where it has spaces."""
+    return shlex.quote(str(path))
+
+
 def show(view: RenderableType) -> None:
     """Print a view: fitted to a terminal's width, else a line a fact, however long."""
     out.print(view, soft_wrap=not out.is_terminal)
@@ -176,14 +215,15 @@ def show(view: RenderableType) -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON value on one line of standard output."""
-    sys.stdout.write(json.dumps(value, allow_nan=True) + "\n")
-    sys.stdout.flush()
+    with written():
+        sys.stdout.write(json.dumps(value, allow_nan=True) + "\n")
+        sys.stdout.flush()
 
 
 @contextmanager
 def byte_progress(what: str, quiet: bool) -> Iterator[BytesDone]:
     """Show a progress bar on the terminal's error stream; nothing when ``quiet`` or not a terminal."""
-    if quiet or not err.is_terminal:
+    if quiet or not err.redraws:
         yield lambda done, total: None
         return
     columns = (
@@ -215,12 +255,11 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         shown.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort, EOFError):
+        result = INTERRUPTED  # newer versions of typer return it themselves
+    except SystemExit as left:
+        result = left.code
+    if result == INTERRUPTED:
         err.print("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has left; nothing is wrong, and nothing more can be said.
-        sys.stderr.close()
-        return 0
     return result if isinstance(result, int) else 0
 
 
@@ -274,6 +313,4 @@ def _flow(app: typer.Typer) -> None:
 
 def enter(app: typer.Typer) -> NoReturn:
     """Run the process's command line and exit."""
-    # gRPC's own lines about refused handshakes would stand before our errors, which say what to do.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     leaving.leave(run(app))

@@ -156,7 +156,7 @@ def _table(measured: Sequence[Measured]) -> RenderableType:
 @contextmanager
 def _progress(total: int, quiet: bool) -> Iterator[Callable[[str], None]]:
     """A bar on the terminal's error stream, named after the codec in hand."""
-    if quiet or not err.is_terminal:
+    if quiet or not err.redraws:
         yield lambda name: None
         return
     columns = (TextColumn("measuring {task.description}"), BarColumn())

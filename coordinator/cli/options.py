@@ -262,7 +262,7 @@ def telling(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Show on the error stream what is being done; nothing when ``quiet``."""
     if quiet:
         yield lambda what: None
-    elif err.is_terminal:
+    elif err.redraws:
         with err.status("") as status:
             yield lambda what: status.update(Text(what))
     else:

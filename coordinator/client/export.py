@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from enum import StrEnum
@@ -80,6 +81,20 @@ def assemble(
 def unwrapped(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """The tensors whose names begin with ``prefix``, without it: those of the owner's own module."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def check_target(path: Path) -> None:
+    """Make the folder of a file that is written once there is something to write. UsageError for a folder in
+    the file's place, StorageError where nothing can be written."""
+    target = path.expanduser()
+    if target.is_dir():
+        raise UsageError(f"{path} is a folder; give a file, such as -o {path / 'model.safetensors'}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; give another -o") from None
 
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, object]) -> None:

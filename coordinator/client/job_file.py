@@ -13,6 +13,7 @@ import traceback
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def load_module(path: Path, *, full_trace: bool = False) -> types.ModuleType:
     """Import the file at ``path`` under a name of its own; its folder is searched first."""
     path = path.expanduser()
     if not path.is_file():
-        raise UsageError(f"{path} is not a file; give the path of a job file")
+        raise UsageError(_no_file(path))
     check_beside(path)
     name = f"atoll_job_{next(_serial)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -110,6 +111,21 @@ def load_module(path: Path, *, full_trace: bool = False) -> types.ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _no_file(path: Path) -> str:
+    """Say what is wrong with the path of a job file, and which one may be meant."""
+    if path.is_dir():
+        inside = path / "job.py"
+        return f"{path} is a folder; give {inside if inside.is_file() else 'the path of a job file in it'}"
+    if path.exists():
+        return f"{path} is not a file; give the path of a job file"
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{path} is not there, nor is its folder {folder}; give the path of a job file"
+    near = get_close_matches(path.name, [found.name for found in folder.glob("*.py")], 1)
+    move = f"is it {folder / near[0]}?" if near else "give the path of a job file"
+    return f"{path} is not there; {move}"
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def showing() -> Iterator[Show]:
         yield _in_cell()
         return
     console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         yield _lines(console)
         return
     text = TextColumn("{task.description}", markup=False)

@@ -25,7 +25,7 @@ class Shown:
         self._started_s = clock()
         self._last = -1.0  # share that a line told
         self._bar: Progress | None = None
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             columns = (
                 BarColumn(bar_width=20),
                 TextColumn("{task.percentage:3.0f} %"),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
+import pytest
 import typer
 
 from atoll.errors import StorageError
-from hostos.command_line import AsJson, run, with_groups
+from hostos.command_line import AsJson, Lines, quoted, run, with_groups
 
-if TYPE_CHECKING:
-    import pytest
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,76 @@ def test_help_names_the_options_of_a_group_in_the_order_of_declaration(capsys: p
 def test_an_error_of_ours_is_a_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]):
     assert run(app_with([]), ["fail"]) == StorageError.exit_code
     assert capsys.readouterr().err == "error: the disk is full\n"
+
+
+PROGRAM = """
+import sys, typer
+from hostos.command_line import enter, out, print_json
+
+app = typer.Typer(name="look", pretty_exceptions_enable=False)
+
+@app.command()
+def text():
+    for number in range(20_000):
+        out.print("a/long/path " * 20)
+
+@app.command()
+def json():
+    for number in range(20_000):
+        print_json(["value"] * 20)
+
+@app.command()
+def stop():
+    raise KeyboardInterrupt
+
+enter(app)
+"""
+
+
+def of_program(command: str, shell: str = "") -> tuple[int, str, str]:
+    """Exit code, output and errors of a command of ``PROGRAM``, whose output goes where ``shell`` says."""
+    program = f"{shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} {command} {shell}"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True, cwd=ROOT)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", ["text", "json"])
+def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
+    code, shown, errors = of_program(command, "| head -n 1")
+    assert (code, shown.count("\n"), errors) == (0, 1, "")
+
+
+@pytest.mark.parametrize("command", ["text", "json"])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_disk_that_is_full_is_said_in_one_line(command: str) -> None:
+    code, _, errors = of_program(command, "> /dev/full")
+    assert (code, errors) == (9, "error: cannot write the output: No space left on device\n")
+
+
+def test_an_interrupted_command_says_so() -> None:
+    """Of newer versions of typer it is an exit code."""
+    assert of_program("stop") == (130, "", "interrupted\n")
+
+
+def test_texts_keep_their_lines_at_any_width() -> None:
+    written = io.StringIO()
+    lines = Lines(file=written, width=40)
+    lines.print("state in", "/a/path of/many words " * 5)
+    assert written.getvalue().count("\n") == 1
+    lines.print("state in /a/path of/many words " * 5, soft_wrap=False)
+    assert written.getvalue().count("\n") > 2
+
+
+def test_paths_are_printed_as_a_shell_takes_them() -> None:
+    assert [quoted(path) for path in ("a/job.py", Path("my dir/job.py"))] == ["a/job.py", "'my dir/job.py'"]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "redraws"), [(True, "xterm", True), (True, "dumb", False), (False, "xterm", False)]
+)
+def test_lines_are_drawn_anew_where_a_terminal_can(
+    terminal: bool, term: str, redraws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal that only prints, as in an editor, shows what is new on a line of its own."""
+    monkeypatch.setenv("TERM", term)
+    assert Lines(file=io.StringIO(), force_terminal=terminal).redraws is redraws

@@ -1,11 +1,15 @@
 """Entry of the `atoll-worker` command, also as ``python -m worker.cli``."""
 
+import os
 import sys
 from typing import NoReturn
 
 
 def main() -> NoReturn:
     """Run the command. Ctrl+C while its modules load ends it as later, without a traceback."""
+    # gRPC reads it once, when it loads: its own lines about refused handshakes or a port that is taken would
+    # stand before our errors, which say what to do.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from worker.cli.main import main as run
     except KeyboardInterrupt:

@@ -112,7 +112,7 @@ def join(
             "log_json": log_json,
         }
     )
-    if err.is_terminal and not err.is_dumb_terminal and not log and not log_json:
+    if err.redraws and not log and not log_json:
         return _run_shown(config)
     start_log(config.log_json)
     return run_daemon(config)

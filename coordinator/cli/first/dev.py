@@ -16,7 +16,7 @@ from atoll.federated import Registered
 from coordinator.cli.jobs.commands import JobFile, follow
 from coordinator.cli.local_fleet import COORDINATOR
 from coordinator.cli.options import PlanOptions, telling
-from hostos.command_line import AsJson, err, kept_folder, out, with_groups
+from hostos.command_line import AsJson, err, kept_folder, out, quoted, with_groups
 from hostos.units import parse_size
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ def dev(
     from coordinator.cli.first.ending import EndedTogether
     from coordinator.cli.first.page import has_page, shown_page
     from coordinator.cli.processes import ended_by_signals
+    from coordinator.client.export import check_target
 
+    if output is not None:
+        check_target(output)
     job = options.load(jobfile)
     _check(job, workers)
     join = _join_options(job, workers, device, memory)
@@ -175,9 +178,11 @@ def _register(data: Registered, processes: Processes, states: Sequence[Path]) ->
 def _tell_where(fleet: LocalFleet, json: bool) -> None:
     if json:
         return
-    out.print(f"coordinator {fleet.client.endpoint.address}, {len(fleet.names)} workers on this machine")
-    out.print(f"logs and state: {fleet.folder}; in another terminal:", soft_wrap=True)
-    out.print(f"  atoll status --state-dir {fleet.folder / COORDINATOR}", soft_wrap=True)
+    count = len(fleet.names)
+    workers = f"{count} worker{'s' * (count != 1)}"
+    out.print(f"coordinator {fleet.client.endpoint.address}, {workers} on this machine")
+    out.print(f"logs and state: {fleet.folder}; in another terminal:")
+    out.print(f"  atoll status --state-dir {quoted(fleet.folder / COORDINATOR)}")
 
 
 def _train(fleet: LocalFleet, job: Job, jobfile: Path, options: PlanOptions, json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from atoll.errors import StorageError, UsageError
-from hostos.command_line import AsJson, out, print_json
+from hostos.command_line import AsJson, out, print_json, quoted
 
 JOB_FILE = "job.py"
 NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,39}")
@@ -45,10 +45,10 @@ def new(
     if json:
         print_json({"job_file": str(path), "template": template.value})
         return
-    out.print(f"{path}: a job of the template {template.value}", soft_wrap=True)
-    out.print("next:", soft_wrap=True)
-    out.print(f"  atoll dev {path} --workers 2   train it on this machine", soft_wrap=True)
-    out.print(f"  atoll submit {path} --watch    train it on a fleet", soft_wrap=True)
+    out.print(f"{path}: a job of the template {template.value}")
+    out.print("next:")
+    out.print(f"  atoll dev {quoted(path)} --workers 2   train it on this machine")
+    out.print(f"  atoll submit {quoted(path)} --watch    train it on a fleet")
 
 
 def write(folder: Path, template: Template) -> Path:
@@ -62,6 +62,8 @@ def write(folder: Path, template: Template) -> Path:
     path = folder / JOB_FILE
     text = resources.files("coordinator.cli.first.templates").joinpath(f"{template}.py").read_text()
     try:
+        if folder.is_file():
+            raise UsageError(f"{folder} is a file; give a folder to create")
         folder.mkdir(parents=True, exist_ok=True)
         with path.open("x") as file:  # what somebody wrote is never overwritten
             file.write(text.replace(NAMED, f'name="{name}"'))

@@ -26,7 +26,7 @@ from coordinator.cli.views.format import in_bytes, plain
 from coordinator.cli.views.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.views.render_ways import ways_values, ways_view
 from coordinator.client.client import BEST, Client, KeptStep, check_ended
-from hostos.command_line import byte_progress, err, out, print_json, show, with_groups
+from hostos.command_line import byte_progress, err, out, print_json, show, with_groups, written
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _follow(
     names = worker_names(client.status().workers)
     losses: deque[float] = deque(maxlen=LOSSES_SHOWN)
     last: pb.JobUpdate | None = None
-    live = Live(console=out, refresh_per_second=4) if out.is_terminal and not json else None
+    live = Live(console=out, refresh_per_second=4) if out.redraws and not json else None
     if live is not None:
         live.start()
     try:
@@ -410,13 +410,15 @@ def export(
 ) -> None:  # fmt: skip
     """Write the newest weights under the module's own names, or in a form that transformers or peft can
     read."""
-    from coordinator.client.export import Format
+    from coordinator.client.export import Format, check_target
 
     if form not in {known.value for known in Format}:
         raise UsageError(f"--format {form}: give {', '.join(Format)}")
     wanted = Format(form)
     at = _kept_step(step)
     path = output or Path("model.safetensors" if wanted is Format.SAFETENSORS else job)
+    if wanted is Format.SAFETENSORS:
+        check_target(path)
     module = None if wanted is Format.SAFETENSORS else _module(form, jobfile, sets or [], trace)
     with (
         common.client() as client,
@@ -476,6 +478,8 @@ def metrics(
         lines = marked(client.metrics(job))
         try:
             with contextlib.ExitStack() as stack:
+                if output is None:
+                    stack.enter_context(written())
                 target = stack.enter_context(output.expanduser().open("w")) if output else sys.stdout
                 rows = sum(target.write(f"{line}\n") > 0 for line in lines)
         except OSError as error:

@@ -197,9 +197,22 @@ def test_a_file_that_is_no_job_file_is_refused(tmp_path: Path, text: str, messag
         load_job(_write(tmp_path, text))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not a file"):
-        load_job(tmp_path / "none.py")
+def test_a_missing_file_is_refused_with_the_one_that_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for missing, said in (
+        ("none.py", r"none\.py is not there; give the path of a job file"),
+        ("mine", r"mine is a folder; give the path of a job file in it"),
+        ("mnie/job.py", r"job\.py is not there, nor is its folder .*mnie;"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            load_job(tmp_path / missing)
+    (tmp_path / "mine" / "job.py").touch()
+    for missing, said in (
+        ("mine", r"mine is a folder; give .*mine/job\.py$"),
+        ("mine/jbo.py", r"jbo\.py is not there; is it .*mine/job\.py\?"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            load_job(tmp_path / missing)
 
 
 def test_loading_twice_gives_two_modules_and_neighbours_can_be_imported(tmp_path: Path) -> None:

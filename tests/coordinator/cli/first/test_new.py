@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,35 @@ def test_a_script_learns_where_the_file_is(tmp_path: Path, capsys: pytest.Captur
     assert run(app, ["new", str(tmp_path / "job"), "-t", "vision", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == {"job_file": str(tmp_path / "job" / "job.py"), "template": "vision"}
+
+
+def test_a_file_in_the_folders_place_is_named_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job").write_text("mine")
+    assert run(app, ["new", str(tmp_path / "job")]) == 2
+    assert "job is a file; give a folder to create" in capsys.readouterr().err
+
+
+def test_the_next_commands_can_be_copied_whatever_the_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(app, ["new", "my things/job"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[2:]
+    assert shlex.split(first)[:3] == ["atoll", "dev", "my things/job/job.py"]
+    assert shlex.split(second)[:3] == ["atoll", "submit", "my things/job/job.py"]
+
+
+def test_where_weights_go_is_looked_at_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for output, code, said in (
+        (tmp_path, 2, "is a folder; give a file, such as -o"),
+        (tmp_path / "job.py" / "model", 9, "cannot write"),
+    ):
+        (tmp_path / "job.py").write_text("raise SystemExit('it was read')")
+        assert run(app, ["dev", str(tmp_path / "job.py"), "--output", str(output)]) == code
+        assert said in capsys.readouterr().err
+        assert run(app, ["export", "j-1", "--output", str(output)]) == code
+        assert said in capsys.readouterr().err
