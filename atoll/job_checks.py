@@ -19,6 +19,7 @@ MAX_NAME = 200  # characters of a job's name
 _MODULE = "torch.nn.modules.module.Module"
 _TENSOR = "torch.Tensor"
 DATA_LOADER = "torch.utils.data.dataloader.DataLoader"
+_STREAM = "torch.utils.data.dataset.IterableDataset"
 _WRAPPED = (  # modules around the module that is meant, and where they keep it
     ("torch._dynamo.eval_frame.OptimizedModule", "the module without torch.compile", "._orig_mod"),
     ("torch.nn.parallel.data_parallel.DataParallel", "the module inside", ".module"),
@@ -206,12 +207,13 @@ def data_words(data: Any, inputs: Sequence[str]) -> str:
     """Return what to write in place of ``data``, which is no source, for a model with these inputs."""
     names = ", ".join(repr(name) for name in inputs)
     by_name = "Rows({" + ", ".join(f'"{name}": ...' for name in inputs) + "})"
-    if is_a(data, "torch.utils.data.dataset.IterableDataset"):
+    loader = data if is_a(data, DATA_LOADER) else None
+    if is_a(data if loader is None else getattr(loader, "dataset", None), _STREAM):
         return f"a stream has no rows to draw from: give its samples as tensors, {by_name}"
-    if is_a(data, DATA_LOADER):
+    if loader is not None:
         return (
             "micro-batches are made by Atoll, as large as example_inputs and in an order of its own: give "
-            f"the data set, Rows.of(loader.dataset, {names})"
+            f"the data set, Rows.of(loader.dataset, {names}{_collator(loader)}){_sampler(loader)}"
         )
     if isinstance(data, type):
         return f"give an instance, {by_name}"
@@ -225,6 +227,26 @@ def data_words(data: Any, inputs: Sequence[str]) -> str:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str):
         return f"give Rows.of(dataset, {names}), or an array for each input, {by_name}"
     return f"give {by_name} with an array or tensor for each input, or ByteText(length=64)"
+
+
+def _collator(loader: Any) -> str:
+    function = getattr(loader, "collate_fn", None)
+    plain = function is None or getattr(function, "__name__", "") in ("default_collate", "default_convert")
+    return "" if plain else ", collate=loader.collate_fn"
+
+
+def _sampler(loader: Any) -> str:
+    """Say how to keep a choice of rows that the data set by itself would not make."""
+    for name, plain in (("batch_sampler", "Batch"), ("sampler", "Sequential Random")):
+        sampler = getattr(loader, name, None)
+        if sampler is None or type(sampler).__name__ in [f"{word}Sampler" for word in plain.split()]:
+            continue
+        rows = "[i for batch in loader.batch_sampler for i in batch]" if name == "batch_sampler" else ""
+        return (
+            f"; its {type(sampler).__name__} does not come along: for the rows that it draws in an epoch "
+            f"give Subset(loader.dataset, {rows or 'list(loader.sampler)'})"
+        )
+    return ""
 
 
 def _check_federated(given: Any, federated: type) -> None:

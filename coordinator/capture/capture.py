@@ -30,7 +30,7 @@ from coordinator.capture.op_costs import measured
 from coordinator.capture.outcome import Loss, resized, sums_items
 from coordinator.capture.python_state import PythonState
 from coordinator.capture.rewrites import without_causal_masks
-from coordinator.capture.torch_export import Constants, Exported, device_of, export, meta_of
+from coordinator.capture.torch_export import Constants, Exported, check_dense, device_of, export, meta_of
 
 MAX_LISTED = 20  # unsupported ops named in one message
 
@@ -64,7 +64,7 @@ class OpUse:
 
 @dataclass(frozen=True)
 class _Metas:
-    """An input and a parameter may bear the same name."""
+    """Shapes and types of what graphs read."""
 
     inputs: Mapping[str, TensorMeta]
     state: Mapping[str, TensorMeta]
@@ -129,6 +129,7 @@ def capture(
         raise _unsupported(unsupported)
     mutated = written_buffers(graphs[True].nodes)
     mutated |= written_buffers(graphs[False].nodes)
+    _refuse_stale(source, mutated)
     state = _state(source)
     metas = _Metas(
         {name: meta_of(tensor, f"input {name!r}") for name, tensor in source.inputs.items()},
@@ -222,6 +223,7 @@ def _source(
     if not inputs:
         raise CaptureError("there are no example inputs; give one tensor for each argument that data fills")
     canonical = _canonical_names(module)
+    _refuse_state(module, inputs)
     _refuse_overlaps(module)
     frozen = {canonical[n] for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     if training is not None:
@@ -256,10 +258,21 @@ def _canonical_names(module: nn.Module) -> dict[str, str]:
     return names
 
 
+def _refuse_state(module: nn.Module, inputs: Collection[str]) -> None:
+    """Refuse tensors that are not dense, and names of inputs: workers know what a stage reads by name."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        check_dense(repr(name), tensor)
+        if name in inputs:
+            raise CaptureError(
+                f"{name!r} is an argument of forward() and a tensor of the module; give one of them another "
+                "name"
+            )
+
+
 def _refuse_overlaps(module: nn.Module) -> None:
     """Two different parameters or buffers on one memory would part ways on the workers."""
     spans = sorted(
-        (t.data_ptr(), t.data_ptr() + t.element_size() * _extent(t), name, id(t))
+        (*_span(t), name, id(t))
         for name, t in (*module.named_parameters(), *module.named_buffers())
         if t.numel()
     )
@@ -269,6 +282,31 @@ def _refuse_overlaps(module: nn.Module) -> None:
                 f"{name!r} and {other!r} are different tensors on the same memory; make them one parameter, "
                 "or copy one of them"
             )
+
+
+def _refuse_stale(source: _Source, written: Collection[str]) -> None:
+    """Refuse a constant on the memory of what training changes, as in a plain loop it would change with it.
+
+    So are views made before forward, ``self.q, self.k = self.qk[:8], self.qk[8:]``.
+    """
+    changing = [
+        (_span(tensor), name)
+        for name, tensor in (*source.module.named_parameters(), *source.module.named_buffers())
+        if tensor.numel() and (name in written or (tensor.requires_grad and name not in source.frozen))
+    ]
+    held = [tensor for tensor in source.constants.held if tensor.numel()]
+    for begin, end in map(_span, held):
+        for (first, last), name in changing:
+            if begin < last and first < end:
+                raise CaptureError(
+                    f"forward reads a view of {name!r} that was made before the call: training changes it, "
+                    f"and the graph would keep its values; take the view in forward (self.{name}[:2])"
+                )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to behind its last."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * _extent(tensor)
 
 
 def _extent(tensor: Tensor) -> int:

@@ -56,14 +56,27 @@ class Constants:
     """Tensors lifted from both graphs of a module, equal ones once."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    held: list[Tensor] = field(default_factory=list)  # on the memory on which the module holds them
 
     def name_of(self, value: Tensor) -> str:
+        """Return the name that the graphs read it by; CaptureError where it is not dense."""
+        check_dense("a tensor that forward reads", value)
+        self.held.append(value)
         for name, known in self.tensors.items():
             if known.dtype == value.dtype and torch.equal(known, value):
                 return name
         name = f"constant/{len(self.tensors)}"
         self.tensors[name] = value.detach().clone()
         return name
+
+
+def check_dense(what: str, tensor: Tensor) -> None:
+    """CaptureError for a sparse tensor, which does not travel."""
+    if tensor.layout != torch.strided:
+        raise CaptureError(
+            f"{what} is {str(tensor.layout).removeprefix('torch.')}; keep it dense (.to_dense()), or its "
+            "indices and values as buffers of their own, for index_add or scatter_add"
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
@@ -378,7 +378,8 @@ def check_values(dag: OpDag, data: Materialised, what: str) -> list[str]:
     row: workers would refuse the step that it comes to."""
     states = {name: state.meta for name, state in {**dag.parameters, **dag.buffers}.items()}
     (program,) = stage_programs(dag, (0,))
-    ranges = index_ranges(program, Shapes(program, states | dict(dag.inputs), dag.inputs)).inputs
+    metas = {**states, **dag.constants, **dag.inputs}
+    ranges = index_ranges(program, Shapes(program, metas, dag.inputs)).inputs
     found = []
     for field in data.spec.fields:
         array = data.arrays[field.blob]
@@ -391,10 +392,22 @@ def check_values(dag: OpDag, data: Materialised, what: str) -> list[str]:
                     f"{what}: {field.input!r} holds the index {array[odd]}, first in {unit} {odd[0]}; the "
                     f"model takes {bounds.low} to {bounds.high - 1}{besides}"
                 )
-        if array.dtype.kind == "f" and (odd := _first(array, lambda piece: ~np.isfinite(piece))) is not None:
+        most = _largest(dag.inputs[field.input].dtype)
+        if array.dtype.kind == "f" and (odd := _first(array, partial(_beyond, most=most))) is not None:
             ends = "; a step whose loss is not finite ends the job" if what == TRAINING else ""
             place = f"first in {unit} {odd[0]} of {len(array)}"
-            found.append(f"{what}: {field.input!r} holds {array[odd]}, {place}{ends}")
+            beyond = f", beyond {dag.inputs[field.input].dtype}" if np.isfinite(array[odd]) else ""
+            found.append(f"{what}: {field.input!r} holds {array[odd]}{beyond}, {place}{ends}")
+    return found
+
+
+def _largest(dtype: str) -> float:
+    """Return the largest number of an input's type; a larger one becomes infinite on its way to it."""
+    return torch.finfo(getattr(torch, dtype)).max if dtype in FLOATING else math.inf
+
+
+def _beyond(piece: NDArray[Any], most: float) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = ~(np.isfinite(piece) & (np.abs(piece) <= most))
     return found
 
 

@@ -94,6 +94,77 @@ class SharedByViews(Net):
         return F.cross_entropy(self.c(torch.tanh(self.a(x) * self.one + self.two)), y)
 
 
+class ChunkedBefore(Net):
+    """Views of a parameter made once: they change with it, and their gradients are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Parameter(torch.randn(16, 8) * 0.3)
+        self.q, self.k = self.qk[:8], self.qk[8:]
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        hidden = torch.tanh(self.a(x))
+        return F.cross_entropy(self.c((hidden @ self.q) * (hidden @ self.k)), y)
+
+
+class DetachedBefore(Net):
+    """The weight of a layer without its gradient, as it is at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = [self.b.weight.detach()]
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return F.cross_entropy(self.c(hidden @ self.known[0]), y)
+
+
+class InNumpy(DetachedBefore):
+    def __init__(self) -> None:
+        super().__init__()
+        array = self.b.weight.detach().numpy()
+        self.known = [torch.from_numpy(array)]
+
+
+class FrozenBefore(DetachedBefore):
+    """Of what does not change, a view is as good as the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.requires_grad_(False)
+
+
+class BufferBefore(Net):
+    level: Tensor
+
+    def __init__(self, moves: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(8))
+        self.row, self.moves = self.level[None], moves
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        hidden = torch.tanh(self.a(x))
+        if self.moves:
+            self.level.lerp_(hidden.detach().mean(0), 0.1)
+        return F.cross_entropy(self.c(hidden * self.row + self.level), y)
+
+
+def still_buffer_before() -> nn.Module:
+    return BufferBefore(moves=False)
+
+
+class WeighsClasses(Net):
+    """Weights of classes in a plain attribute, picked by the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.tensor([0.25, 0.25, 0.3, 0.2])
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        chosen = self.c(self.a(x)).log_softmax(1).gather(1, y[:, None])[:, 0]
+        return (-self.weights[y] * (1 - chosen.exp()).square() * chosen).mean()
+
+
 class Strided(Net):
     """A parameter that is not contiguous."""
 
@@ -358,6 +429,13 @@ CASES = [
     case(reaches_itself, rows, refused="forward reaches the job's own module.*give it self"),
     case(patched_forward, rows),
     case(SharedByViews, rows, refused="different tensors on the same memory"),
+    case(ChunkedBefore, rows, refused="a view of 'qk' that was made before.*take the view in"),
+    case(DetachedBefore, rows, refused=r"a view of 'b\.weight'"),
+    case(InNumpy, rows, refused=r"a view of 'b\.weight'"),
+    case(FrozenBefore, rows),
+    case(BufferBefore, rows, refused="a view of 'level'"),
+    case(still_buffer_before, rows),
+    case(WeighsClasses, rows),
     case(Strided, rows),
     case(Listed, rows),
     case(Unregistered, rows),

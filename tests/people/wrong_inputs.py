@@ -160,6 +160,21 @@ DATA = (
     Case("a generator", "data=(row for row in SET)"),
     Case("no data", "data=None"),
     Case("a class in place of the data", "data=Rows"),
+    Case(
+        "a `DataLoader` with weights and a collator",
+        "data=DataLoader(SET, sampler=WeightedRandomSampler([1.0] * 40, 40), collate_fn=dict)",
+        "from torch.utils.data import WeightedRandomSampler",
+    ),
+    Case(
+        "a `DataLoader` with batches of its own",
+        "data=DataLoader(SET, batch_sampler=Even(SequentialSampler(SET), 4, False))",
+        "from torch.utils.data import BatchSampler, SequentialSampler\nclass Even(BatchSampler): pass",
+    ),
+    Case(
+        "a `DataLoader` that streams",
+        "data=DataLoader(Stream())",
+        "class Stream(IterableDataset):\n    def __iter__(self):\n        yield 1",
+    ),
     Case("a `DataLoader` in `Rows`", "data=Rows(DataLoader(SET))"),
     Case("a `TensorDataset` in `Rows`", "data=Rows(SET)"),
     Case("a list in `Rows`", "data=Rows([X, Y])"),
@@ -505,6 +520,21 @@ BACKWARD = (
         ),
     ),
     Case(
+        "has a sparse buffer",
+        setup=does(
+            scale="torch.sparse.mm(self.graph, x).mean()",
+            init="self.register_buffer('graph', torch.eye(4).to_sparse())",
+        ),
+    ),
+    Case(
+        "has a buffer with the name of an input",
+        setup=does(scale="self.x.mean()", init="self.register_buffer('x', torch.ones(4))"),
+    ),
+    Case(
+        "reads a view of a parameter that was made before the call",
+        setup=does(scale="self.half.mean()", init="self.half = self.fc.weight[:2]"),
+    ),
+    Case(
         "has a `forward` that is a closure over itself",
         "module=closed()",
         does(
@@ -573,9 +603,9 @@ def row(case: Case, said: Answer) -> str:
 
 HEAD = """# Wrong inputs
 
-What `atoll submit` answers to a job file that it cannot use: the message, before which the file and its line
-stand where they are known, and the [exit code](cli.md#exit-codes). Nothing is uploaded. `--trace` shows the
-whole traceback of what the job file raises.
+This page shows what `atoll submit` answers to a job file that it cannot use: the message, preceded by the
+file and line if they are known, and the [exit code](cli.md#exit-codes). Nothing is uploaded. `--trace` shows
+the whole traceback of an exception in the job file.
 
 The tables are made by `python -m tests.people.wrong_inputs`; a test compares them with what the command
 prints."""

@@ -335,7 +335,9 @@ def test_recomputed_masks_written_in_place_stay_constant() -> None:
     assert set(positions(found, "aten.fill_")) | set(positions(found, "aten.copy_")) <= found.constant_ops
 
 
-def test_an_input_may_bear_a_parameters_name() -> None:
+def test_an_input_that_bears_a_parameters_name_is_refused() -> None:
+    """A stage's shapes and types go to its worker by name: it would take the parameter's for the input."""
+
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -344,9 +346,8 @@ def test_an_input_may_bear_a_parameters_name() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (self.x * x).square().mean()
 
-    found = capture(Named(), X).train
-    assert found.inputs["x"].shape == (4, 6)
-    assert found.parameters["x"].meta.shape == (6,)
+    with pytest.raises(CaptureError, match=r"'x' is an argument of forward\(\) and a tensor of the module"):
+        capture(Named(), X)
 
 
 # Costs

@@ -76,6 +76,13 @@ def test_a_byte_without_an_embedding_is_found_anywhere_in_a_text() -> None:
         prepare(job)
 
 
+def test_a_value_that_its_input_cannot_hold_is_named() -> None:
+    wide = np.asarray(X, np.float64)
+    wide[31] *= 1e300
+    (words,) = said(Rows({"x": wide, "y": Y}))
+    assert ", beyond float32, first in row 31 of 40; a step whose loss is not finite ends the job" in words
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_named_and_left_to_the_model(value: float) -> None:
     rows = {"x": with_value(X, 30, value), "y": Y}
