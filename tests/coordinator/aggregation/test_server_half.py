@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,13 +57,18 @@ class Net(nn.Module):
         return SimpleNamespace(loss=loss, accuracy=(logits.argmax(-1) == y).float().mean())
 
 
+_known: dict[str, Prepared] = {}
+
+
 def prepared(**options: Any) -> Prepared:
-    return _prepared(json.dumps(options, sort_keys=True))
-
-
-@cache
-def _prepared(options: str) -> Prepared:
     """A job with these options of the federation, captured once: nobody writes to it."""
+    named = repr(sorted(options.items()))
+    if named not in _known:
+        _known[named] = _prepared(options)
+    return _known[named]
+
+
+def _prepared(options: dict[str, Any]) -> Prepared:
     draw = np.random.default_rng(0)
     held = {"x": draw.normal(size=(12, 6)).astype(np.float32), "y": draw.integers(0, 3, 12)}
     training = TrainingSpec(
@@ -76,7 +79,7 @@ def _prepared(options: str) -> Prepared:
         {"x": torch.randn(BATCH, 6), "y": torch.zeros(BATCH, dtype=torch.int64)},
         Registered("set", {"x": "image", "y": "label"}, held),
         training,
-        federated=Federated(**json.loads(options)),
+        federated=Federated(**options),
         metrics=("accuracy",),
     )
     return prepare(job)
