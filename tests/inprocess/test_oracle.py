@@ -33,7 +33,7 @@ from benchmarks.oracle import (
     without_dropout,
 )
 from tests.inprocess.pipeline import LocalPipeline
-from tests.parameters import sampled
+from tests.parameters import each_once, sampled
 
 ADAMW = Optimizer(lr=3e-3, weight_decay=0.01)
 SGD = Optimizer(OptimizerName.SGD, lr=0.05, momentum=0.9, clip_norm=0.5)
@@ -163,8 +163,10 @@ def test_schedule_and_recomputation_change_nothing(name: str, schedule: Schedule
     assert difference(run, reference(name, ADAMW)) == 0.0
 
 
-@pytest.mark.parametrize("activations", [Activations.INT8, Activations.INT4])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet"])
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    each_once(["gpt2", "llama", "bert", "resnet"], [Activations.INT8, Activations.INT4]),
+)
 def test_cuts_with_activations_in_few_bits_are_bit_equal(name: str, activations: Activations):
     few = with_training(name, activations=activations, steps=2)
     whole = run_local(few, (0,))

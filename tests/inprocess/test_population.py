@@ -15,6 +15,7 @@ from atoll.federated import Federated, Floors
 from coordinator.federated.makespan import Rate, Task, assign
 from tests.inprocess.federation import LocalFederation
 from tests.inprocess.population import LocalPopulation, PopulationRound
+from tests.parameters import each_once
 from tests.worker.federated.test_trainer import Small, arrays, model_of, spec
 from worker.federated.local_model import LocalModel
 
@@ -83,8 +84,7 @@ def test_the_model_has_the_same_bits_for_any_number_of_hosts(
     assert found == alone
 
 
-@pytest.mark.parametrize("rule", ["fedavg", "scaffold"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("rule", "seed"), each_once(["fedavg", "scaffold"], [0, 1, 2]))
 def test_a_host_lost_in_mid_round_changes_no_bit_and_nobody_is_counted_twice(
     tmp_path: Path, model: LocalModel, rule: str, seed: int
 ) -> None:
@@ -119,8 +119,7 @@ def test_codecs_and_their_residuals_go_with_the_client(
         assert dense != found[0]
 
 
-@pytest.mark.parametrize("uplink", ["off", "topk:4"])
-@pytest.mark.parametrize("rule", ["fedavg", "scaffold", "fedadam"])
+@pytest.mark.parametrize(("rule", "uplink"), each_once(["fedavg", "scaffold", "fedadam"], ["off", "topk:4"]))
 def test_it_is_the_federation_without_hosts_up_to_rounding(
     tmp_path: Path, model: LocalModel, rule: str, uplink: str
 ) -> None:
