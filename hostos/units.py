@@ -1,4 +1,4 @@
-"""Figures as people write them: sizes, energy."""
+"""Figures as people write them: sizes, energy, time."""
 
 from __future__ import annotations
 
@@ -34,3 +34,15 @@ def shown_energy(joules: float) -> str:
     """5400 -> '1.50 Wh', 9e6 -> '2.50 kWh'."""
     hours = joules / 3600.0
     return f"{hours:.2f} Wh" if hours < 1000.0 else f"{hours / 1e3:.2f} kWh"
+
+
+def shown_work(seconds: float) -> str:
+    """7.25 -> '7.2 s', 1800 -> '30.0 min', 5400 -> '1.50 h'."""
+    if seconds < 120.0:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60.0:.1f} min" if seconds < 3600.0 else f"{seconds / 3600.0:.2f} h"
+
+
+def counted(number: int, what: str) -> str:
+    """1 -> '1 thread', 2 -> '2 threads'."""
+    return f"{number} {what}{'s' * (number != 1)}"

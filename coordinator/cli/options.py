@@ -83,7 +83,8 @@ class TokenCopies:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Also write the join token to this file, for workers that read it with --token-file.",
+            help="Also write the join token to this file, for workers that read it with --token-file. It "
+            "holds no address: `atoll-worker join HOST:PORT --token-file FILE`.",
         ),
     ] = None
     owner_token_file: Annotated[

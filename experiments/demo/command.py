@@ -57,4 +57,4 @@ def demo(
         print_json(asdict(outcome) | {"took_s": shown.took_s})
         return
     out.print(f"shown:\n{summary(outcome, scene, shown.took_s)}", markup=False, soft_wrap=True)
-    out.print(next_steps(str(keep / "job.py") if keep else "JOB.py"), markup=False, soft_wrap=True)
+    out.print(next_steps(str(keep / "job.py") if keep else "my-job/job.py"), markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.cli.processes import DemoFailed, Start, start_here
 from coordinator.cli.views.format import in_seconds
+from hostos.command_line import quoted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,6 +119,6 @@ def next_steps(job: str) -> str:
             "next, on machines of your own:",
             "  atoll serve                             where others reach it; it prints the join command",
             "  atoll-worker join HOST:7700 --token T   on each machine that lends itself",
-            f"  atoll submit {job} --watch".ljust(42) + "a job file to start from; see docs/job-files.md",
+            f"  atoll submit {quoted(job)} --watch".ljust(42) + "a job file; `atoll new my-job` writes one",
         )
     )

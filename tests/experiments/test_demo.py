@@ -83,6 +83,7 @@ def test_what_to_try_next_is_three_commands() -> None:
     lines = next_steps("examples/gpt.py").splitlines()[1:]
     assert [line.split()[0] for line in lines] == ["atoll", "atoll-worker", "atoll"]
     assert "atoll submit examples/gpt.py --watch " in lines[2]
+    assert "atoll submit 'my things/job.py' --watch" in next_steps("my things/job.py")
 
 
 # ---------------------------------------------------------------- scenes

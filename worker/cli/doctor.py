@@ -21,7 +21,7 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
 from atoll.version import __version__
 from hostos.net.addresses import join_address
 from hostos.net.networks import open_listener
-from hostos.units import shown_size
+from hostos.units import counted, shown_size
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos import bounds
@@ -166,7 +166,7 @@ def _examine_device(config: WorkerConfig, report: Report) -> dict[str, Any]:
         "memory_gbps": round(rates.memory_gbps, 2),
         "versions": facts.versions,
     }
-    where = f"{device.kind.upper()} {device.model}, {device.threads} threads"
+    where = f"{device.kind.upper()} {device.model}, {counted(device.threads, 'thread')}"
     report.add(
         "device",
         Mark.OK,
@@ -453,7 +453,7 @@ def _conclude(config: WorkerConfig, report: Report) -> None:
     bytes_of = [device["memory_limit_bytes"] for device in report.figures["devices"]]
     parameters = [nbytes * STATE_SHARE / STATE_BYTES_PER_PARAMETER for nbytes in bytes_of]
     report.figures["holds_parameters"] = int(sum(parameters))
-    shown = ", ".join(f"{count / 1e6:.0f}" for count in parameters)
+    shown = ", ".join(f"{count / 1e6:.{'0' if count > 1e7 else '2'}f}" for count in parameters)
     stages = "a stage" if len(parameters) == 1 else f"{len(parameters)} stages"
     text = f"would hold {stages} of about {shown} million parameters under AdamW"
     up_bps = report.figures.get("up_bps")

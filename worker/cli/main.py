@@ -27,7 +27,7 @@ from hostos.command_line import (
     with_groups,
 )
 from hostos.log_stream import LogBudget, log_stream
-from hostos.units import shown_energy, shown_size
+from hostos.units import shown_energy, shown_size, shown_work
 from protos import PROTOCOL_VERSION
 from worker.cli import apps as cli_apps
 from worker.cli import data as cli_data
@@ -218,11 +218,12 @@ def _given(config: WorkerConfig) -> str | None:
         return None
     if not found.days:
         return "nothing yet"
-    hours, mib = found.compute_s / 3600, 1 << 20
+    mib = 1 << 20
     energy = f"{shown_energy(found.energy_j)} measured, " if found.energy_j else ""
     return (
-        f"{hours:.2f} h of computing since {found.since}: {found.steps} steps, {found.samples} samples, "
-        f"{energy}{found.bytes_in / mib:.1f} MiB received, {found.bytes_out / mib:.1f} MiB sent; "
+        f"{shown_work(found.compute_s)} of computing since {found.since}: {found.steps} steps, "
+        f"{found.samples} samples, {energy}{found.bytes_in / mib:.1f} MiB received, "
+        f"{found.bytes_out / mib:.1f} MiB sent; "
         f"{found.pending_steps} steps are not stored yet, {found.discarded_steps} were discarded"
     )
 
@@ -257,8 +258,8 @@ def credit(
         print_json(held)
         return 0
     for row in held["credits"]:
-        useful, hours = row["useful"], row["useful"]["computed_ms"] / 3.6e6
-        words = f"{useful['steps']} steps, {useful['samples']} samples, {hours:.2f} h of computing"
+        useful, took = row["useful"], shown_work(row["useful"]["computed_ms"] / 1e3)
+        words = f"{useful['steps']} steps, {useful['samples']} samples, {took} of computing"
         if useful.get("energy_mj"):
             words += f", {shown_energy(useful['energy_mj'] / 1e3)}"
         words += f"; {row['discarded']['steps']} discarded, {row['pending']['steps']} not stored yet"

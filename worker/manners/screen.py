@@ -20,7 +20,7 @@ from rich.text import Text
 from atoll.errors import StorageError
 from hostos.command_line import err
 from hostos.files.bounded_log import BoundedLog
-from hostos.units import shown_size
+from hostos.units import counted, shown_size
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +127,8 @@ def view(activity: Activity, use: Use, began_s: float, now_s: float, last: str) 
     for device in activity.devices:
         table.add_row("worker", Text.assemble(f"{device.name} ", (does(device), "bold")))
     share = f", at most {limits.cpu_percent:g} % of the time" if limits.cpu_percent < 100 else ""
-    table.add_row("takes", f"{use.cores:.1f} of {use.of_cores} cores ({activity.threads} threads{share})")
+    threads = counted(activity.threads, "thread")
+    table.add_row("takes", f"{use.cores:.1f} of {use.of_cores} cores ({threads}{share})")
     table.add_row("memory", f"{shown_size(use.memory_bytes)}; at most {activity.memory}")
     today = f"{shown_size(activity.today_bytes)} today"
     today += f", at most {shown_size(limits.day_bytes)}" if limits.day_bytes else ""

@@ -17,7 +17,7 @@ from coordinator.cli.jobs.commands import JobFile, follow
 from coordinator.cli.local_fleet import COORDINATOR
 from coordinator.cli.options import PlanOptions, telling
 from hostos.command_line import AsJson, err, kept_folder, out, quoted, with_groups
-from hostos.units import parse_size
+from hostos.units import counted, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -178,8 +178,7 @@ def _register(data: Registered, processes: Processes, states: Sequence[Path]) ->
 def _tell_where(fleet: LocalFleet, json: bool) -> None:
     if json:
         return
-    count = len(fleet.names)
-    workers = f"{count} worker{'s' * (count != 1)}"
+    workers = counted(len(fleet.names), "worker")
     out.print(f"coordinator {fleet.client.endpoint.address}, {workers} on this machine")
     out.print(f"logs and state: {fleet.folder}; in another terminal:")
     out.print(f"  atoll status --state-dir {quoted(fleet.folder / COORDINATOR)}")

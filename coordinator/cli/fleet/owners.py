@@ -13,7 +13,7 @@ from coordinator.cli.views.format import in_bytes, plain
 from coordinator.client.endpoint import default_state_dir
 from hostos.command_line import AsJson, out, print_json, show, shown_time, with_groups
 from hostos.files.bounded_log import read_log
-from hostos.units import shown_energy
+from hostos.units import shown_energy, shown_work
 
 if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
@@ -44,7 +44,7 @@ def credit(
     if common.json:
         print_json([plain(row) for row in found])
         return
-    columns = ["day", "worker", "for", "useful steps", "samples", "hours", "sent", "received"]
+    columns = ["day", "worker", "for", "useful steps", "samples", "computing", "sent", "received"]
     measured = any(row.useful.HasField("energy_mj") for row in found)
     columns += ["energy"] * measured
     table = FactTable(*columns, "discarded", "pending", box=None, pad_edge=False)
@@ -56,7 +56,7 @@ def credit(
             row.owner or "-",
             str(done.steps),
             str(done.samples),
-            f"{done.computed_ms / 3.6e6:.2f}",
+            shown_work(done.computed_ms / 1e3),
             in_bytes(done.sent_bytes),
             in_bytes(done.received_bytes),
             *[shown_energy(done.energy_mj / 1e3) if done.HasField("energy_mj") else "-"] * measured,

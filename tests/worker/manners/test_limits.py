@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll.errors import UsageError
-from hostos.units import shown_energy, shown_size
+from hostos.units import counted, shown_energy, shown_size, shown_work
 from worker.manners.limits import Limits, limits_from
 
 
@@ -74,3 +74,8 @@ def test_sizes_are_shown_in_the_largest_unit_that_fits() -> None:
 
 def test_energy_is_shown_in_hours_of_watts() -> None:
     assert [shown_energy(j) for j in (36, 5400, 9e6)] == ["0.01 Wh", "1.50 Wh", "2.50 kWh"]
+
+
+def test_short_work_is_not_shown_as_none() -> None:
+    assert [shown_work(s) for s in (0.04, 7.25, 1800.0, 5400.0)] == ["0.0 s", "7.2 s", "30.0 min", "1.50 h"]
+    assert [counted(n, "thread") for n in (0, 1, 2)] == ["0 threads", "1 thread", "2 threads"]
