@@ -7,6 +7,7 @@ numpy's own and its dtype says what the bits are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 _TENSOR = "torch.Tensor"
+TEXT = "text (np.unique(labels, return_inverse=True)[1] numbers labels)"
 _WIDER = {"uint16": "int32", "uint32": "int64"}
 """Types that no model takes as they are, and the next that holds all of their values."""
 
@@ -49,7 +51,9 @@ def array_of(what: str, value: Any) -> Array:
     A tensor is taken without its gradient, from any device; it shares the memory where it can. UsageError,
     which begins with ``what``, for values that are no numbers or not rectangular.
     """
-    if isinstance(value, str | bytes) or value is None or isinstance(value, type):
+    if isinstance(value, str | bytes):
+        raise UsageError(f"{what} = {described(value)} is {TEXT}; give numbers")
+    if value is None or isinstance(value, type):
         raise UsageError(f"{what} = {described(value)}; give an array or a tensor")
     found = _read(what, value)
     if found.ndim == 0:
@@ -102,11 +106,18 @@ def _of_tensor(what: str, value: Any) -> Array:
 
 
 def _of_other(what: str, value: Any) -> Array:
-    if np.ma.is_masked(value):
+    rows = value if isinstance(value, list | tuple) else (value,)  # a stack of masked arrays has no mask
+    if any(isinstance(row, np.ma.MaskedArray) and np.ma.is_masked(row) for row in rows):
         raise UsageError(f"{what} has masked values; give numbers for them, .filled(0)")
+    if hasattr(value, "tocoo"):  # scipy's
+        raise UsageError(f"{what} is sparse; give it dense, .toarray()")
     convert: Callable[[], Any] | None = getattr(value, "to_numpy", None)  # pandas, and what is like it
+    if is_a(value, "pyarrow.lib.Array"):
+        convert = partial(value.to_numpy, zero_copy_only=False)
     try:
         found: Array = np.asarray(convert() if convert is not None else value)
+        if found.dtype.kind == "O" and found.ndim == 1 and found.size and hasattr(found[0], "__len__"):
+            found = np.asarray(found.tolist())  # a column of lists or arrays, as a data frame holds them
     except ValueError:
         raise UsageError(f"{what} has rows of different lengths; pad them to one") from None
     except TypeError as error:
@@ -116,6 +127,7 @@ def _of_other(what: str, value: Any) -> Array:
 
 def _kind(array: Array) -> str:
     if array.dtype.kind == "O" and array.size:
-        first = array.reshape(-1)[0]
-        return f"objects, first {described(first)}"
-    return {"U": "text", "S": "text", "M": "dates", "m": "times"}.get(array.dtype.kind, str(array.dtype))
+        values = array.reshape(-1)
+        odd = next((v for v in values if not isinstance(v, int | float)), values[0])
+        return TEXT if isinstance(odd, str) else f"objects, such as {described(odd)}"
+    return {"U": TEXT, "S": TEXT, "M": "dates", "m": "times"}.get(array.dtype.kind, str(array.dtype))

@@ -19,6 +19,7 @@ MAX_NAME = 200  # characters of a job's name
 _MODULE = "torch.nn.modules.module.Module"
 _TENSOR = "torch.Tensor"
 DATA_LOADER = "torch.utils.data.dataloader.DataLoader"
+_DATA_FRAMES = ("pandas.DataFrame", "pandas.core.frame.DataFrame", "pyarrow.lib.Table")
 _STREAM = "torch.utils.data.dataset.IterableDataset"
 _WRAPPED = (  # modules around the module that is meant, and where they keep it
     ("torch._dynamo.eval_frame.OptimizedModule", "the module without torch.compile", "._orig_mod"),
@@ -120,6 +121,8 @@ def _check_module(module: Any, weights: bool) -> None:
         raise UsageError(
             f"module = {described(module)}; give a torch.nn.Module whose forward returns the loss"
         )
+    if not _has_forward(module):
+        raise UsageError(f"module = {described(module)} has no forward(); give it one that returns the loss")
     for kind, words, attribute in _WRAPPED:
         if is_a(module, kind):
             raise UsageError(f"module = {described(module)}; give {words}, module=model{attribute}")
@@ -137,6 +140,11 @@ def _check_module(module: Any, weights: bool) -> None:
                 f"{name!r} of the module is on the meta device, which holds no values; load its weights, or "
                 "name their folder in Job(weights=...)"
             )
+
+
+def _has_forward(module: Any) -> bool:
+    own = [kind for kind in type(module).__mro__ if f"{kind.__module__}.{kind.__qualname__}" != _MODULE]
+    return "forward" in vars(module) or any("forward" in vars(kind) for kind in own)
 
 
 def _check_examples(examples: Any, module: Any) -> None:
@@ -203,6 +211,11 @@ def _check_data(data: Any, inputs: Sequence[str]) -> None:
     raise UsageError(f"data = {described(data)}; {data_words(data, inputs)}")
 
 
+def is_data_frame(data: Any) -> bool:
+    """Return whether ``data`` is a table of pandas or pyarrow."""
+    return any(is_a(data, name) for name in _DATA_FRAMES)
+
+
 def data_words(data: Any, inputs: Sequence[str]) -> str:
     """Return what to write in place of ``data``, which is no source, for a model with these inputs."""
     names = ", ".join(repr(name) for name in inputs)
@@ -219,7 +232,7 @@ def data_words(data: Any, inputs: Sequence[str]) -> str:
         return f"give an instance, {by_name}"
     if isinstance(data, Mapping):
         return f"give it as {by_name}"
-    if is_a(data, "pandas.core.frame.DataFrame"):
+    if is_data_frame(data):
         first = inputs[0] if inputs else "x"
         return f"give its columns as arrays, Rows({{{first!r}: frame[[...]].to_numpy(), ...}})"
     if is_a(data, _TENSOR) or is_a(data, "numpy.ndarray"):

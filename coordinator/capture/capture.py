@@ -411,4 +411,7 @@ def _check_trainable(dag: OpDag) -> None:
                 "nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex of it in forward"
             )
     if not dag.ops[dag.loss].requires_grad:
-        raise CaptureError("the loss depends on no trainable parameter: all are frozen, detached or unused")
+        raise CaptureError(
+            "the loss depends on no trainable parameter: all are frozen, detached or unused; within "
+            "checkpoint(...), give use_reentrant=False"
+        )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _OURS = Path(__file__).resolve().parents[1]
 _NOT_THEIRS = (str(Path(torch.__file__).parent), str(_OURS), str(_OURS.parent / "atoll") + os.sep)
 _DATA_DEPENDENT = re.compile(r"GuardOnDataDependent|DataDependent|DynamicOutputShape|PendingUnbacked")
-_TEXT = re.compile(r"data-dependent|unbacked|meta tensors|fake tensor", re.IGNORECASE)
+_TEXT = re.compile(r"data-dependent|unbacked|meta tensors|fake tensor|FakeTensor\.__format__", re.IGNORECASE)
 # Switches that well-known libraries have for what cannot be captured, by words of the refusal.
 _REMEDIES = (
     (
@@ -33,6 +33,28 @@ _REMEDIES = (
     (
         re.compile(r"flex_attention"),
         'models of transformers attend by torch\'s own op with attn_implementation="sdpa" in the config',
+    ),
+    (
+        re.compile(r"\.numpy\(\) is not supported"),
+        "the model passes a tensor to numpy, which the graph cannot hold; compute in tensor ops",
+    ),
+    (
+        re.compile(r"FakeTensor\.__format__|\bprint\("),
+        "leave out what prints or logs numbers: the job's losses and metrics are in atoll watch",
+    ),
+    (
+        re.compile(
+            r"higher_order\.(cond|while_loop|map|scan|associative_scan)|(Cond|WhileLoop|Map|Scan)Autograd"
+        ),
+        "compute both branches and choose by torch.where; write a loop in Python, of a fixed number of turns",
+    ),
+    (
+        re.compile(r"_vmap_|_batch_dim"),
+        "torch.vmap is not followed; call the function on the whole batch, with the dimension written out",
+    ),
+    (
+        re.compile(r"gaussian_nll_loss|GaussianNLLLoss"),
+        "torch's loss looks at its variances; write 0.5 * (var.log() + (out - target).square() / var).mean()",
     ),
     (
         re.compile(r"\.generator\b"),

@@ -34,7 +34,7 @@ from atoll.opdag import (
     TorchLiteral,
 )
 from atoll.ops import GETITEM
-from coordinator.capture.export_errors import blame
+from coordinator.capture.export_errors import blame, remedies
 from coordinator.capture.outcome import Loss, modes_kept
 from coordinator.capture.python_state import PythonState
 from coordinator.capture.stock import densely, followable, listed, without_out
@@ -268,6 +268,8 @@ class _Flattener:
                 name = str(dtype or torch.get_autocast_dtype(device_type)).removeprefix("torch.")
                 autocast = Autocast(bool(enabled), name)
             return self.inline(inner, rest, grad, autocast)
+        if target.startswith("higher_order."):
+            raise CaptureError("; ".join((f"op {target} is not captured", *remedies(target))))
         if target == GETITEM and not isinstance(args[0], OpRef):
             return args[0][args[1]]
         if _DROPPED.match(target):

@@ -407,6 +407,7 @@ def _largest(dtype: str) -> float:
 
 
 def _beyond(piece: NDArray[Any], most: float) -> NDArray[np.bool_]:
+    most = min(most, float(np.finfo(piece.dtype).max))  # float16 compares with nothing larger
     found: NDArray[np.bool_] = ~(np.isfinite(piece) & (np.abs(piece) <= most))
     return found
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+import pandas
+import pyarrow
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from atoll import Federated, Optimizer, OptimizerName, ParamGroup, Precision, Rows, TrainingSpec
 from atoll.arrays import array_of, dtype_name, tensor_of
+from atoll.errors import UsageError
 from coordinator.cli.main import app
 from hostos.command_line import run
 from tests.coordinator.client.fake_owner import FakeOwnerServer
@@ -106,3 +110,27 @@ def test_values_of_the_annotated_type_are_taken_in_other_spellings() -> None:
     optimizer = Optimizer("sgd", 1, groups=[ParamGroup(["a.*"])])  # type: ignore[arg-type]
     assert optimizer == Optimizer(OptimizerName.SGD, 1.0, groups=(ParamGroup(("a.*",)),))
     assert Federated(local=["head.*"]).local == ("head.*",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("column", "dtype", "values"),
+    [
+        (lambda: pyarrow.array([True, False]), "bool", [True, False]),
+        (lambda: pyarrow.array([1.5, None]), "float64", [1.5, float("nan")]),
+        (lambda: pyarrow.array([[1, 2], [3, 4]]), "int64", [[1, 2], [3, 4]]),
+        (lambda: pandas.Series([[1, 2], [3, 4]]), "int64", [[1, 2], [3, 4]]),
+        (lambda: pandas.Series([np.ones(2), np.zeros(2)]), "float64", [[1.0, 1.0], [0.0, 0.0]]),
+    ],
+)
+def test_a_column_of_pandas_or_pyarrow_is_rows(
+    column: Callable[[], object], dtype: str, values: list[object]
+) -> None:
+    found = array_of("x", column())
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, np.asarray(values))
+
+
+def test_a_column_of_text_is_answered_with_how_to_number_it() -> None:
+    for column in (pandas.Series(["a", "b"]), pyarrow.array(["a", "b"]), ["a", "b"]):
+        with pytest.raises(UsageError, match=r"holds text \(np\.unique"):
+            array_of("x", column)

@@ -102,6 +102,11 @@ JOBS = (
     Case("a model's name in place of the module", "module='gpt2'"),
     Case("no module", "module=None"),
     Case("a state dict in place of the module", "module=Net().state_dict()"),
+    Case(
+        "a module without `forward`",
+        "module=Steps()",
+        "class Steps(nn.Module):\n    def training_step(self, x, y):\n        return 0",
+    ),
     Case("a module under `torch.compile`", "module=torch.compile(Net())"),
     Case("a module inside `DataParallel`", "module=nn.DataParallel(Net())"),
     Case("no training", "training=None"),
@@ -185,6 +190,25 @@ DATA = (
     Case("tensors of several lengths", "data=Rows({'x': [X[0], X[1, :3]], 'y': [0, 1]})"),
     Case("objects", "data=Rows({'x': np.array([{}] * 40), 'y': Y})"),
     Case("text", "data=Rows({'x': ['a'] * 40, 'y': Y})"),
+    Case(
+        "a column of lists of several lengths",
+        "data=Rows({'x': X, 'y': pd.Series([[1], [1, 2]] * 20)})",
+        "import pandas as pd",
+    ),
+    Case("a column with a missing value", "data=Rows({'x': X, 'y': [0, None] * 20})"),
+    Case(
+        "a sparse matrix of scipy", "data=Rows({'x': scipy.sparse.eye(40, 8), 'y': Y})", "import scipy.sparse"
+    ),
+    Case(
+        "a list of masked rows",
+        "data=Rows({'x': [np.ma.masked_less(row, 0) for row in X.numpy()], 'y': Y})",
+    ),
+    Case(
+        "a data frame in `Rows.of`",
+        "data=Rows.of(pd.DataFrame({'x': [0.0], 'y': [0]}))",
+        "import pandas as pd",
+    ),
+    Case("columns in `Rows.of`", "data=Rows.of({'x': X, 'y': Y})"),
     Case("dates", "data=Rows({'x': np.array(['2026-01-01'] * 40, 'datetime64[D]'), 'y': Y})"),
     Case("complex numbers", "data=Rows({'x': X.to(torch.complex64), 'y': Y})"),
     Case("a sparse tensor", "data=Rows({'x': X.to_sparse(), 'y': Y})"),
@@ -494,6 +518,19 @@ BACKWARD = (
         ),
     ),
     Case("passes a tensor to numpy", setup=does(scale="float(self.fc(x).detach().numpy().max())")),
+    Case(
+        "passes a tensor to numpy's functions", setup=does(scale="float(np.sin(self.fc(x).detach()).max())")
+    ),
+    Case("prints a number", setup=does("print(f'{self.fc(x).mean():.3f}')")),
+    Case(
+        "branches by `torch.cond`",
+        setup=does(scale="torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)).mean()"),
+    ),
+    Case("uses `torch.vmap`", setup=does(scale="torch.vmap(self.fc)(x).mean()")),
+    Case(
+        "uses `gaussian_nll_loss`",
+        setup=model("return F.gaussian_nll_loss(self.fc(x), torch.ones(4, 4), torch.ones(4, 4))"),
+    ),
     Case("copies a layer", setup=does(scale="copy.deepcopy(self.fc)(x).mean()", before="import copy")),
     Case(
         "uses `ctc_loss`",
