@@ -162,8 +162,9 @@ class LoopbackFleet:
     def _state(self, name: str) -> list[str]:
         return ["--state-dir", str(Path(self._folder.name) / name)]
 
-    def _spawn(self, name: str, module: str, *arguments: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads)}
+    def _spawn(self, name: str, module: str, *arguments: str, **also: str) -> None:
+        """Start a daemon; ``also``: of its environment."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads), **also}
         command = [sys.executable, "-m", module, *arguments]
         with (Path(self._folder.name) / f"{name}.log").open("wb") as log:
             self._processes.append(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -41,15 +44,18 @@ def cut(case: Case) -> str:
     return f"cut:{third},{later}@2/{half}@2"
 
 
-def whole_peers(case: Case) -> Run:
+def whole_peers(case: Case, shares: Sequence[range] = SHARES, sites: tuple[int, ...] = ()) -> Run:
+    """The rule among peers in one process; ``sites``: of each, where they join by gateways."""
     (program,) = stage_programs(case.dag, (0,))
     model = WholeModel(program, case.training, case.tensors, states=case.states)
-    exchange = Exchange("diloco", every=TRAINING.local_steps)
-    peers = LocalPeers(model, exchange, len(SHARES), micros=SHARES)
+    exchange = Exchange(
+        "diloco", every=TRAINING.local_steps, inner=Exchange() if sites else None, sites=sites
+    )
+    peers = LocalPeers(model, exchange, len(shares), micros=shares)
     losses = []
     for step in range(case.training.steps):
-        figures = peers.step(step, lambda rank, at: [case.batches(at)[m] for m in SHARES[rank]])
-        weights = figures.weights or [float(len(share)) for share in SHARES]
+        figures = peers.step(step, lambda rank, at: [case.batches(at)[m] for m in shares[rank]])
+        weights = figures.weights or [float(len(share)) for share in shares]
         whole = math.fsum(weight * loss for weight, loss in zip(weights, figures.losses, strict=True))
         losses.append((whole / math.fsum(weights),))
     state = peers.stages[0].snapshot()
@@ -92,3 +98,63 @@ def test_a_killed_stage_is_taken_over_within_its_peer_and_costs_the_other_no_ste
     rounds = [fact for fact in facts if isinstance(fact, RoundMet)]
     assert all(len(fact.included) == 5 and not fact.missing for fact in rounds)
     assert struck not in rounds[-1].included
+
+
+# ---------------------------------------------------------------- two sites
+
+FAR_MBIT, FAR_MS = 20, 10  # between the sites
+SITED = (range(1), range(1, 2), range(2, 4))  # shares of two peers at one site and one at the other
+
+
+class TwoSites(LoopbackFleet):
+    """Workers of which the last two are far from the others."""
+
+    def _far(self, name: str) -> bool:
+        return int(name.removeprefix("worker")) >= self.workers - 2
+
+    def _spawn(self, name: str, module: str, *arguments: str, **also: str) -> None:
+        if module == "worker.cli":
+            others = [f"worker{n}" for n in range(self.workers)]
+            far = {"mbit": FAR_MBIT, "ms": FAR_MS}
+            peers = {other: far for other in others if self._far(other) != self._far(name)}
+            path = self.state.parent / f"{name}.shaper.json"
+            path.write_text(json.dumps({"self": name, "peers": peers}))
+            module, also = "lab.shaped_worker", {"ATOLL_SHAPER": str(path)}
+        super()._spawn(name, module, *arguments, **also)
+
+
+@pytest.mark.slow
+def test_pipelines_of_two_sites_join_by_gateways_in_the_bits_of_whole_peers_there() -> None:
+    """Nobody says where the workers are: their links do. What crosses in a round is what the plan says."""
+    case = built_in("gpt2", TRAINING, 0.1)
+    positions = [at for at in case.dag.cuttable() if at]
+    cuts = [positions[at * len(positions) // 4] for at in (1, 2, 3)]
+    with TwoSites(6) as fleet:
+        given = "cut:" + "/".join(f"{cut}@{len(share)}" for cut, share in zip(cuts, SITED, strict=True))
+        found = fleet.train(prepare(as_job(case), partitioner=given))
+        plan, spans = fleet.plan, fleet.client.trace(fleet.job)
+        with closing(StoredJournal(fleet.state / "journal.sqlite")) as journal:
+            rounds = [fact for fact in map(from_record, journal.replay()) if isinstance(fact, RoundMet)]
+    assert plan is not None
+    assert plan.exchange is not None
+    assert plan.prediction is not None
+    assert [len(replica.stages) for replica in plan.replicas] == [2, 2, 2]
+    assert plan.exchange.inner == Exchange()
+    assert plan.exchange.sites == (0, 0, 0, 0, 1, 1)
+    same(found, whole_peers(case, SITED, (0, 0, 1)))
+    assert [(fact.step, len(fact.included), dict(fact.missing)) for fact in rounds] == [
+        (2, 6, {}),
+        (5, 6, {}),
+    ]
+    site = {place.worker: at for place, at in zip(plan.places, plan.exchange.sites, strict=True)}
+    links = plan.prediction.links
+    planned = sum(link.bytes_per_step for link in links if site[link.source] != site[link.target])
+    planned *= plan.exchange.every
+    # A copy each way, and not one for each of two peers.
+    assert planned == pytest.approx(2 * sum(each.meta.nbytes for each in case.dag.parameters.values()), 0.01)
+    crossing = [span for span in spans if span.kind == "send" and site[span.worker] != site[span.peer]]
+    assert {span.worker for span in crossing} == set(site)  # each is a gateway of what it holds
+    crossed = Counter[int]()
+    for span in crossing:
+        crossed[span.step] += span.bytes
+    assert crossed == {step: pytest.approx(planned, rel=0.05) for step in (2, 5)}
