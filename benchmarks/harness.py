@@ -109,6 +109,15 @@ def need_lab(as_json: bool) -> None:
         skip(f"no lab here: {reason}", as_json)
 
 
+BEGUN_S = time.monotonic()
+NOTED_EVERY_S = 10.0  # of steps; whatever else begins is noted at once
+
+
+def note(words: str) -> None:
+    """Say on the error stream what a long benchmark is at, and since when it runs."""
+    print(f"[{time.monotonic() - BEGUN_S:5.0f} s] {words}", file=sys.stderr, flush=True)
+
+
 def fitting(settings: Sequence[str], job: str) -> list[str]:
     """``settings`` without those that set a constant which the file ``job`` does not have: what makes the
     usual job fit a scenario says nothing of another one. UsageError where it is no Python file."""
@@ -168,8 +177,10 @@ class LabFleet:
         self.home = self.scenario.coordinator
         self.address = f"{self.lab.address(self.home)}:7700"
         try:
+            note(f"starting a coordinator and {len(self.scenario.join_order)} workers in the lab")
             self._serve()
             for host, process in self._prestarted(self.scenario.join_order).items():
+                note(f"{host} joins")
                 self._join(host, process)
             self._wait_for_pool()
         except BaseException:
@@ -237,6 +248,7 @@ class LabFleet:
         try:
             found = {host: self._spawn(host, host, self._worker(host), subprocess.PIPE) for host in hosts}
             for host in hosts:
+                note(f"waiting for {host} to load its libraries")
                 self._wait(lambda host=host: BUILT.decode() in self.log(host), f"{host} to start", host)  # type: ignore[misc]
         finally:
             self._quotas(hosts, True)
@@ -341,6 +353,7 @@ class LabFleet:
         """
         options = _planned(job, partitioner, settings, schedule)
         options += ["--compress", compress] if compress != "off" else []
+        note(f"submitting {job}{f', compressed by {compress}' if compress != 'off' else ''}")
         submitted = self.atoll("submit", *options, "--detach", "--json")
         name = submitted["job"]
         updates = self._watched(name, stop_after)
@@ -376,8 +389,13 @@ class LabFleet:
         alarm.start()
         updates: list[dict[str, Any]] = []
         cancelled, unfit, most = False, "", math.inf if stop_after is None else stop_after
+        said, noted_s = "", 0.0
         for line in process.stdout:
             updates.append(json.loads(line))
+            words = f"{job} is {updates[-1]['state']}, {updates[-1]['step']} steps"
+            if words != said and time.monotonic() - noted_s > NOTED_EVERY_S:
+                said, noted_s = words, time.monotonic()
+                note(words + (f", {updates[-1]['reason']}" if updates[-1].get("reason") else ""))
             if updates[-1].get("reason", "").startswith(UNFIT):
                 unfit = updates[-1]["reason"]
             if (unfit or updates[-1]["step"] >= most) and not cancelled:

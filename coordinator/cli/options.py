@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -258,6 +259,9 @@ class PlanOptions(JobOptions):
         return int(self.standbys)
 
 
+TOLD_EVERY_S = 10.0  # of long work, where nobody sees a line change
+
+
 @contextmanager
 def telling(quiet: bool) -> Iterator[Callable[[str], None]]:
     """Show on the error stream what is being done; nothing when ``quiet``."""
@@ -268,3 +272,17 @@ def telling(quiet: bool) -> Iterator[Callable[[str], None]]:
             yield lambda what: status.update(Text(what))
     else:
         yield lambda what: err.print(what, soft_wrap=True)
+
+
+def now_and_then(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Return ``tell`` for what changes quickly: all of it on a terminal, elsewhere a line in so many
+    seconds."""
+    told_s = time.monotonic()
+
+    def pass_on(what: str) -> None:
+        nonlocal told_s
+        if err.is_terminal or time.monotonic() - told_s >= TOLD_EVERY_S:
+            told_s = time.monotonic()
+            tell(what)
+
+    return pass_on

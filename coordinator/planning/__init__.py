@@ -102,7 +102,12 @@ class Tunables:
     explained_devices: int = 8  # that are left out, asked about one by one
     left_out_positions: int = 48
     listed: int = 64  # reasons in a plan; of a larger fleet the others are counted
-    every_count: int = 16  # machines up to which every count of replicas is planned: each takes seconds
+    # Machines up to which every count of replicas is planned, each for itself, as each takes seconds; ...
+    every_count: int = 16
+    likely_ways: int = 1  # ... beyond, so many ways of replicas, by a sketch, ...
+    sketched_apart: float = 3.0  # ... which may be wrong by such a factor against one pipeline; ...
+    cut_moves: int = 40  # ... and a part's cut for one share is improved by so many moves for another
+    grouped_alike: float = 1.05  # times the best sketch, at which peers that are planned already are taken
 
 
 TUNED = Tunables()

@@ -52,13 +52,14 @@ from coordinator.planning.reasons.bottleneck import bottleneck
 from coordinator.planning.reasons.left_out import left_out, passed_over, summarised
 from coordinator.planning.reasons.shortage import NoCutFits
 from coordinator.planning.search.keepings import FURTHER, eased, forms, may_fit, mildest_first, why_kept
-from coordinator.planning.search.op_fence import Effort, search
+from coordinator.planning.search.op_fence import Effort, improve, search
 from coordinator.planning.search.preselect import Preselection
 from coordinator.planning.search.sites import divided, settled_kinds, suited
 from coordinator.planning.standby_worth import Ranked, best_expected, costs_of
+from coordinator.planning.twins import Found, Tell, Twins
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from atoll.job import TrainingSpec
     from atoll.opdag import OpDag
@@ -93,36 +94,68 @@ class PlanRequest:
     twins: Twins | None = field(default=None, compare=False, repr=False)  # None: nothing is remembered
 
 
-_Found = tuple[Problem, Scored, tuple[str, ...]]  # with what is kept decided, the best candidate, why
-
-
-@dataclass(slots=True)
-class Twins:
-    """Pipelines found for replicas and peers: machines that are alike but for their names are cut alike, so
-    the sites of a fleet are searched once."""
-
-    found: list[tuple[PlanRequest, Effort, _Found | NotEnoughMemory]] = field(default_factory=list)
-
-    def of(self, request: PlanRequest, effort: Effort) -> _Found:
-        """Return what is found for a part of the fleet. Raises NotEnoughMemory."""
-        for other, at_effort, found in self.found:
-            if effort == at_effort and _asks_alike(request, other) and request.fleet.alike(other.fleet):
-                if isinstance(found, NotEnoughMemory):
-                    raise found
+def _found(twins: Twins, request: PlanRequest, effort: Effort) -> Found:
+    """Return what is found for a part of the fleet, or was found before. Raises NotEnoughMemory."""
+    known = twins.found.setdefault(_traits(request), [])
+    workers = tuple(device.worker for device in request.fleet.devices)
+    for other, at_effort, found in known:
+        if effort == at_effort and _asks_alike(request, other) and request.fleet.alike(other.fleet):
+            if isinstance(found, NotEnoughMemory):
+                raise found
+            named = found[2] or found[0].keepings or found[0].kinds  # these are by name
+            if not named or workers == tuple(device.worker for device in other.fleet.devices):
                 return _renamed(found, other.fleet, request.fleet)
+    cuts = twins.cuts.setdefault(workers, []) if twins.brief and request.partitioner in SEARCHED else []
+    recut = [each for cut in cuts if (each := _recut(cut, request, effort)) is not None]
+    if recut:
+        found = min(recut, key=lambda each: each[1].step_s)
+    else:
+        twins.searches += 1
+        twins.tell(f"planning {twins.at}: pipeline {twins.searches}, of {len(workers)} machines")
         try:
             found, _ = _searched(request, effort)
         except NotEnoughMemory as error:
-            self.found.append((request, effort, error))
+            known.append((request, effort, error))
             raise
-        if not found[2] and not found[0].keepings and not found[0].kinds:  # these are by name
-            self.found.append((request, effort, found))
-        return found
+        if not found[2] and not found[0].keepings and not found[0].kinds:
+            cuts.append(found)
+    known.append((request, effort, found))
+    return found
 
 
-def remembering(request: PlanRequest) -> PlanRequest:
-    """Return the request with a memory of what is found for its parts."""
-    return request if request.twins is not None else replace(request, twins=Twins())
+def _recut(found: Found, request: PlanRequest, effort: Effort) -> Found | None:
+    """Return a cut of the same machines, found for another share or rule, as this request has it; None where
+    memory has a say in it."""
+    before, scored, _ = found
+    workers = [device.worker for device in before.fleet.devices]
+    problem = _problem(replace(request, fleet=request.fleet.subset(workers)))
+    again = problem.score(scored.candidate) if before.keeping == problem.keeping else None
+    if again is None or short_of_memory(problem, again):
+        return None
+    few = replace(effort, moves=TUNED.cut_moves)
+    better = improve(problem, again, problem.coarse(effort.coarse_positions), few)
+    return problem, _finished(problem, better, effort), ()
+
+
+def remembering(request: PlanRequest, tell: Tell = lambda words: None) -> PlanRequest:
+    """Return the request with a memory of what is found for its parts; ``tell`` hears what is planned."""
+    if request.twins is not None:
+        return request
+    return replace(request, twins=Twins(tell, len(request.fleet.devices) > TUNED.every_count))
+
+
+def at_work(request: PlanRequest, words: str) -> None:
+    """Say what is planned from now on, to whoever listens."""
+    if request.twins is not None:
+        request.twins.at = words
+        request.twins.tell(f"planning {words}")
+
+
+def _traits(request: PlanRequest) -> Hashable:
+    """What parts that are alike have in common, and few others."""
+    training = request.training
+    memory = tuple(device.memory_limit_bytes for device in request.fleet.devices)
+    return training.n_micro, training.blocks, training.exchange, memory
 
 
 def _asks_alike(one: PlanRequest, other: PlanRequest) -> bool:
@@ -135,7 +168,7 @@ def _asks_alike(one: PlanRequest, other: PlanRequest) -> bool:
     )
 
 
-def _renamed(found: _Found, before: Fleet, fleet: Fleet) -> _Found:
+def _renamed(found: Found, before: Fleet, fleet: Fleet) -> Found:
     """Return what was found for a fleet as it is for one that is alike."""
     problem, scored, why = found
     workers = [fleet.devices[before.index[device.worker]].worker for device in problem.fleet.devices]
@@ -153,8 +186,9 @@ def make_plan(request: PlanRequest, effort: Effort | None = None, *, part: bool 
         effort = replace(effort, rings=0)
     others: tuple[tuple[str, str], ...] = ()
     if part:
-        problem, best, why = (request.twins or Twins()).of(request, effort)
+        problem, best, why = _found(request.twins or Twins(), request, effort)
     else:
+        at_work(request, f"one pipeline of {len(request.fleet.devices)} machines")
         (problem, best, why), others = _searched(request, effort)
     ranked = _ranked(problem, best, request, effort)
     best = ranked.scored if ranked is not None else best
@@ -187,7 +221,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None, *, part: bool 
     return plan
 
 
-def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple[str, str], ...]]:
+def _searched(request: PlanRequest, effort: Effort) -> tuple[Found, tuple[tuple[str, str], ...]]:
     """What ``_within_memory`` finds, and why which workers were not looked at.
 
     ``op_fence`` searches a large fleet's likeliest devices, twice as many while memory does not suffice; and,
@@ -198,7 +232,7 @@ def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple
         return _within_memory(_problem(request), request.partitioner, effort), ()
     one = _problem(replace(request, fleet=fleet.subset([request.pinned or fleet.devices[0].worker])))
     preselection = Preselection(fleet, one)
-    found: list[_Found] = []
+    found: list[Found] = []
     while not found:
         chosen = preselection.choose(most)
         most = 2 * len(chosen.workers)
@@ -257,10 +291,10 @@ def _mixed_classes(problem: Problem, best: Scored) -> list[str]:
     ]
 
 
-def _within_memory(given: Problem, partitioner: str, effort: Effort) -> _Found:
+def _within_memory(given: Problem, partitioner: str, effort: Effort) -> Found:
     """What ``_kept_within`` finds, with sites that divide as suits an equal part of the model or, where that
     is another kind, all of it; then as suits the stage that they have."""
-    found: list[_Found] = []
+    found: list[Found] = []
     problems = divided(given)
     for problem in problems:
         try:
@@ -272,7 +306,7 @@ def _within_memory(given: Problem, partitioner: str, effort: Effort) -> _Found:
     return (*suited(problem, best), why)
 
 
-def _kept_within(given: Problem, partitioner: str, effort: Effort) -> _Found:
+def _kept_within(given: Problem, partitioner: str, effort: Effort) -> Found:
     """The problem with what stages keep in which form decided, its best candidate, and why where that was a
     choice.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from atoll.errors import AtollError, NotEnoughMemory, PlanError, UsageError
 from atoll.exchange import AUTO, EXACT, GRADIENT_RULES, RATIOS, wanted_exchange
 from coordinator.planning import TUNED
+from coordinator.planning.peers.likely import likely_counts
 from coordinator.planning.peers.local_plans import fastest, peers_plan
 from coordinator.planning.peers.replicas import best_plan, with_blocks
 from coordinator.planning.planner import remembering
@@ -142,9 +143,11 @@ def _replicated(request: PlanRequest) -> Iterator[Way]:
     blocks = training.n_micro if training.blocks == 1 else training.blocks
     most = min(TUNED.most_replicas, blocks, len(request.fleet.devices))
     found: list[Way] = []
-    refused = "" if most > 1 else f"{len(request.fleet.devices)} machines share out {blocks} blocks"
-    few = len(request.fleet.devices) <= TUNED.every_count
-    for count in range(2, most + 1) if few else (n for n in (2, 4, 8) if n <= most):
+    counts = likely_counts(replace(request, training=_exact(request, 2)), most)
+    refused = "" if counts else f"{len(request.fleet.devices)} machines share out {blocks} blocks"
+    if most > 1 and not counts:
+        refused = "no parts of the fleet hold the model each"
+    for count in counts:
         try:
             found.append(_planned(request, WayKind.REPLICAS, _exact(request, count)))
         except (PlanError, UsageError) as error:
@@ -197,8 +200,14 @@ def _coded(request: PlanRequest, how: str) -> Way:
     training = request.training
     blocks = training.n_micro if training.blocks == 1 else training.blocks
     most = min(TUNED.most_replicas, blocks, len(request.fleet.devices))
-    few, found, refused = len(request.fleet.devices) <= TUNED.every_count, list[Way](), ""
-    for count in range(2, most + 1) if few else (n for n in (2, 4, 8) if n <= most):
+    found, refused = list[Way](), ""
+    counts: Sequence[int] = ()
+    try:
+        two = replace(training, replicas="2", exchange=how)
+        counts = likely_counts(replace(request, training=two), most)
+    except UsageError as error:  # local steps are asked for
+        refused = str(error)
+    for count in counts:
         try:
             own = replace(training, replicas=str(count), exchange=how)
             found.append(_planned(request, WayKind.CODED, own))

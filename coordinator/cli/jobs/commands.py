@@ -20,7 +20,7 @@ from atoll.exchange import EXACT
 from atoll.job import MAX_STEPS
 from atoll.worker_names import with_names
 from coordinator.cli.jobs.pool import need_workers
-from coordinator.cli.options import Common, PlanOptions, Trace, telling
+from coordinator.cli.options import Common, PlanOptions, Trace, now_and_then, telling
 from coordinator.cli.views.brief import brief_view
 from coordinator.cli.views.format import in_bytes, plain
 from coordinator.cli.views.render import memory_view, plan_view, watch_line, watch_view, worker_names
@@ -135,7 +135,7 @@ def _local_plan(
     from coordinator.planning.baselines import GIVEN_CUT
     from coordinator.planning.chosen import chosen_plan
     from coordinator.planning.peers.replicas import with_blocks
-    from coordinator.planning.planner import PlanRequest
+    from coordinator.planning.planner import PlanRequest, remembering
     from coordinator.planning.ways import WayKind, compare_ways
 
     described = read_fleet(fleet)
@@ -158,6 +158,8 @@ def _local_plan(
             standbys=options.most_standbys,
             pinned=_owner_in(described, pinned_data(job)),
         )
+        # The ways and the plan that is chosen have most parts in common.
+        request = remembering(request, now_and_then(tell))
         asked = replace(request, training=with_blocks(job.training))
         # Either is one way, whatever the options.
         if options.partitioner.startswith(GIVEN_CUT) or request.pinned:

@@ -208,12 +208,20 @@ class Fleet:
         return uplinks, relays
 
     @cached_property
-    def effective_bps(self) -> Floats:
-        """[source, target] payload rate of a transfer that is alone."""
-        rate = self.bandwidth_bps.copy()
+    def behind(self) -> tuple[tuple[Uplink, NDArray[np.bool_]], ...]:
+        """Each uplink, and which of the devices are behind it."""
+        found = []
         for uplink in self.uplinks:
             inside = np.zeros(len(self.devices), dtype=bool)
             inside[[self.index[w] for w in uplink.members if w in self.index]] = True
+            found.append((uplink, inside))
+        return tuple(found)
+
+    @cached_property
+    def effective_bps(self) -> Floats:
+        """[source, target] payload rate of a transfer that is alone."""
+        rate = self.bandwidth_bps.copy()
+        for uplink, inside in self.behind:
             rows = np.flatnonzero(inside)
             rate[rows] = np.where(inside, rate[rows], np.minimum(rate[rows], uplink.up_bps))
             columns = rate[:, rows]

@@ -34,9 +34,9 @@ from coordinator.planning.peers.gossip_plans import (
     with_table,
 )
 from coordinator.planning.peers.partitions import Rooms
-from coordinator.planning.peers.sketches import Sharing, Sketches
+from coordinator.planning.peers.sketches import Pace, Sharing, Sketches
 from coordinator.planning.peers.transfers import shares_of
-from coordinator.planning.planner import PlanRequest, make_plan
+from coordinator.planning.planner import PlanRequest, at_work, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
 from strategies.exchanges.catalogue import exchange_facts
@@ -130,6 +130,14 @@ def fastest(
     Groups are tried where a machine does not hold the model by itself, or where the fleet has several sites.
     """
     known = {} if known is None else known
+    if request.twins is None:
+        return _fastest(request, exchange, effort, known)
+    asked = (request.training.replicas, request.version, tuple(d.worker for d in request.fleet.devices))
+    return request.twins.once((exchange, effort, asked), lambda: _fastest(request, exchange, effort, known))
+
+
+def _fastest(request: PlanRequest, exchange: Exchange, effort: Effort | None, known: Known) -> Sharing | None:
+    at_work(request, f"peers with {exchange.rule} every {exchange.every} steps")
     single = min(_counted(request, exchange), key=lambda one: one.step_s, default=None)
     grouped = _grouped(request, exchange, effort, known)
     if grouped is None or single is None:
@@ -204,15 +212,29 @@ def _grouped(request: PlanRequest, exchange: Exchange, effort: Effort | None, kn
     counts = _counts(request, most)
     if len(counts) > TUNED.group_counts:
         counts = sorted({round(float(n)) for n in np.geomspace(counts[0], counts[-1], TUNED.group_counts)})
-    sketches = Sketches(problem, exchange, n_micro, request.training.seed, rooms)
+    wholes: dict[tuple[str, ...], Pace] = {}
+    if request.twins is not None:
+        wholes = request.twins.once(("wholes", tuple(room)), dict)
+    sketches = Sketches(problem, exchange, n_micro, request.training.seed, rooms, wholes)
     tried = max(1, min(TUNED.grouped, TUNED.planned_peers // len(fleet.devices)))
     found: list[Sharing] = []
-    for sketch in sketches.ranked(counts)[: TUNED.group_attempts]:
+    for sketch in _likeliest(request, sketches, counts):
         with suppress(NotEnoughMemory):
             found.append(_balanced(request, exchange, sketch, effort, known))
         if len(found) == tried:
             break
     return min(found, key=lambda one: one.step_s, default=None)
+
+
+def _likeliest(request: PlanRequest, sketches: Sketches, counts: Sequence[int]) -> list[Sharing]:
+    """Sketches of ways to make peers, the best first; in a large fleet those first that are planned already
+    for another exchange, of those that are about as good."""
+    if request.twins is None or not request.twins.brief:
+        return sketches.ranked(counts)[: TUNED.group_attempts]
+    known = request.twins.groupings.get(exchange_facts(sketches.exchange.rule).own_copies, {})
+    ranked = sketches.ranked(counts, known)[: TUNED.group_attempts]
+    near_s = TUNED.grouped_alike * ranked[0].step_s if ranked else 0.0
+    return sorted(ranked, key=lambda one: one.step_s > near_s or tuple(one.parts) not in known)
 
 
 def _balanced(
@@ -228,6 +250,9 @@ def _balanced(
             sharing = Sharing(0.0, sketch.parts, tuple(accumulate(shares)))
             plans, spans = _alone(request, exchange, sharing, effort, known)
             told = _together(request, exchange, plans, spans).prediction
+            if request.twins is not None:
+                alike = request.twins.groupings.setdefault(exchange_facts(exchange.rule).own_copies, {})
+                alike[tuple(sharing.parts)] = None
             steps_s = [plan.prediction.step_s if plan.prediction is not None else np.inf for plan in plans]
             tried[shares] = sharing._replace(step_s=told.step_s if told is not None else np.inf), steps_s
         return tried[shares][1]
@@ -284,6 +309,7 @@ def _alone(
                 blocks=1,
                 replicas="1",
                 exchange=exchange.rule,
+                local_steps=0,  # no say in how a peer is cut
                 spot_checks=0.0,  # of one pipeline alone
             )
             alone = replace(request, fleet=request.fleet.subset(part), training=own, beyond=0)

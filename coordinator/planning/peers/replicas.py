@@ -30,11 +30,12 @@ from coordinator.planning.costs.message_costs import bytes_cpu_s
 from coordinator.planning.costs.op_seconds import is_trained
 from coordinator.planning.costs.quota import core_share
 from coordinator.planning.peers.gossip_plans import UNITS, held_by
+from coordinator.planning.peers.likely import likely_ways
 from coordinator.planning.peers.local_plans import as_replicas, peers_plan, pipeline_s, single_machine
-from coordinator.planning.peers.partitions import Parts, partitions
+from coordinator.planning.peers.partitions import Parts
 from coordinator.planning.peers.sketches import Sharing
 from coordinator.planning.peers.transfers import PHASES, exchange_s, rank_rates, shares_of
-from coordinator.planning.planner import PlanRequest, make_plan, remembering
+from coordinator.planning.planner import PlanRequest, at_work, make_plan, remembering
 from coordinator.planning.problem import Problem
 from coordinator.planning.search.clusters import groups
 from strategies.exchanges.catalogue import dense_volume, elements_of, exchange_facts, tree_hops
@@ -102,7 +103,7 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     # A job that has lost machines goes on with fewer replicas.
     fewest = training.replica_count if request.version <= 1 else 2
     for count in range(training.replica_count, fewest - 1, -1):
-        found = _planned(request, count, effort)
+        found = _planned(request, likely_ways(request, [count]), effort)
         if found:
             return min(found, key=_step_s)
     if request.version > 1:
@@ -149,25 +150,43 @@ def with_blocks(training: TrainingSpec) -> TrainingSpec:
 
 def _fastest(request: PlanRequest, effort: Effort | None) -> Plan:
     """One pipeline, or as many replicas as end a step first."""
-    found: list[Plan] = []
-    most = min(TUNED.most_replicas, request.training.blocks, len(request.fleet.devices))
-    for count in range(2, most + 1):
-        found += _planned(request, count, effort)
-    exchange = request.training.gradient_exchange
-    if found and exchange is not None and exchange.rule in SIGN_RULES:
-        return min(found, key=_step_s)  # one alone would take its gradients for steps
+    alone: list[Plan] = []
+    refused: NotEnoughMemory | None = None
     try:
-        found.append(make_plan(_alone(request), effort))
-    except NotEnoughMemory:
-        if not found:
-            raise
-    return min(found, key=_step_s)
+        alone.append(_one_pipeline(request, effort))
+    except NotEnoughMemory as error:
+        refused = error
+    exchange = request.training.gradient_exchange
+    signs = (
+        exchange is not None and exchange.rule in SIGN_RULES
+    )  # one alone would take its gradients for steps
+    most = min(TUNED.most_replicas, request.training.blocks, len(request.fleet.devices))
+    within_s = _step_s(alone[0]) if alone and not signs else float("inf")
+    found: list[Plan] = []
+    for parts in likely_ways(request, range(2, most + 1), within_s):
+        found += _planned(request, [parts], effort)
+    if refused is not None and not found:
+        raise refused
+    return min(found if found and signs else [*found, *alone], key=_step_s)
 
 
-def _planned(request: PlanRequest, count: int, effort: Effort | None) -> list[Plan]:
-    """Plans of so many replicas; none where they do not fit."""
+def _one_pipeline(request: PlanRequest, effort: Effort | None) -> Plan:
+    """The fleet's best exact pipeline, which is that of all rules that replicas may have."""
+    alone = _alone(request)
+    if request.twins is None:
+        return make_plan(alone, effort)
+    workers = tuple(device.worker for device in request.fleet.devices)
+    asked = effort, request.standbys, request.training.n_micro, request.training.blocks, workers
+    return request.twins.once(asked, lambda: make_plan(alone, effort))
+
+
+def _planned(request: PlanRequest, ways: Sequence[Parts], effort: Effort | None) -> list[Plan]:
+    """Plans of replicas that are these parts; none where they do not fit."""
+    coded = request.training.gradient_exchange
+    how = f" with {coded.rule}:{coded.setting}" if coded is not None else ""
     found = []
-    for parts in partitions(request.fleet, count):
+    for parts in ways:
+        at_work(request, f"{len(parts)} replicas{how}")
         with suppress(NotEnoughMemory):
             found.append(_shared_out(request, parts, effort))
     return found

@@ -28,7 +28,7 @@ from coordinator.planning.peers.partitions import Rooms, moved, peer_groups
 from coordinator.planning.peers.transfers import shares_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -69,8 +69,8 @@ class Sketches:
     n_micro: int
     seed: int
     rooms: Rooms
+    wholes: dict[tuple[str, ...], Pace] = field(default_factory=dict)  # of machines, whatever the exchange
     _paces: dict[tuple[str, ...], Pace] = field(default_factory=dict)
-    _wholes: dict[tuple[str, ...], Pace] = field(default_factory=dict)
     _rounds: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     @cached_property
@@ -85,11 +85,18 @@ class Sketches:
         return float(np.quantile(live, TUNED.typical_cut)) if len(live) else 0.0
 
     @cached_property
-    def _rate(self) -> Floats:
-        """[devices, devices] bits/s of the slower direction, 0 from a device to itself."""
+    def _rate(self) -> list[list[float]]:
+        """[devices][devices] bits/s of the slower direction, 0 from a device to itself."""
         rate = self.problem.fleet.effective_bps.copy()
         np.fill_diagonal(rate, 0.0)
-        return np.minimum(rate, rate.T)
+        found: list[list[float]] = np.minimum(rate, rate.T).tolist()
+        return found
+
+    @cached_property
+    def _latency(self) -> list[list[float]]:
+        """[devices][devices] seconds."""
+        found: list[list[float]] = self.problem.fleet.latency_s.tolist()
+        return found
 
     @cached_property
     def _sites(self) -> tuple[int, ...]:
@@ -101,10 +108,12 @@ class Sketches:
         """Whether several machines leave by one line."""
         return any(len(uplink.members) > 1 for uplink in self.problem.fleet.uplinks)
 
-    def ranked(self, counts: Sequence[int]) -> list[Sharing]:
+    def ranked(self, counts: Sequence[int], also: Iterable[Parts] = ()) -> list[Sharing]:
         """Return ways to make as many peers as one of ``counts``, some of several machines, and what comes of
-        moving machines between the peers of the best while that shortens the step; best first."""
-        ways = peer_groups(self.problem.fleet, self.rooms, counts)
+        moving machines between the peers of the best while that shortens the step; best first. ``also``:
+        further ways, of those that may hold the model."""
+        others = (parts for parts in also if all(map(self.rooms.hold, parts)))
+        ways = [*peer_groups(self.problem.fleet, self.rooms, counts), *others]
         found = {parts: self.of(parts) for parts in dict.fromkeys(map(self._sorted, ways))}
         left = TUNED.group_sketches
         for best in sorted(found.values(), key=_step_s)[: TUNED.group_starts]:
@@ -164,9 +173,9 @@ class Sketches:
 
     def _whole(self, part: tuple[str, ...]) -> Pace:
         """The pace with all of them."""
-        if part not in self._wholes:  # neighbours of a way have most of their parts in common
-            self._wholes[part] = self._whole_anew(part)
-        return self._wholes[part]
+        if part not in self.wholes:  # neighbours of a way have most of their parts in common
+            self.wholes[part] = self._whole_anew(part)
+        return self.wholes[part]
 
     def _whole_anew(self, part: tuple[str, ...]) -> Pace:
         problem = self.problem
@@ -174,7 +183,8 @@ class Sketches:
         slot_s = 1.0 / sum(1.0 / self._micro_s[at] for at in members)
         if len(members) == 1:
             return Pace(slot_s, 0.0, members)
-        at = np.ix_(members, members)
-        slot_s = max(slot_s, 8.0 * self._cut_bytes / float(self._rate[at].max(axis=1).min()))
-        delay_s = float(problem.fleet.latency_s[at].max())
+        # Lists, as most parts are of a few machines, and there are a hundred thousand.
+        best = min(max(map(self._rate[at].__getitem__, members)) for at in members)
+        slot_s = max(slot_s, 8.0 * self._cut_bytes / best)
+        delay_s = max(max(map(self._latency[at].__getitem__, members)) for at in members)
         return Pace(slot_s, (len(part) - 1) * (slot_s + 2.0 * delay_s), members)

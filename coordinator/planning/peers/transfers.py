@@ -70,9 +70,7 @@ def owner_transfers(fleet: Fleet, members: list[int], n_bytes: float, rates: Seq
 def seconds(fleet: Fleet, sent: Floats) -> float:
     """Seconds of all of ``sent`` [source, target] bytes at once, latencies aside."""
     worst = float((sent * 8.0 / fleet.bandwidth_bps).max(initial=0.0))
-    for uplink in fleet.uplinks:
-        inside = np.zeros(len(fleet.devices), dtype=bool)
-        inside[[fleet.index[w] for w in uplink.members if w in fleet.index]] = True
+    for uplink, inside in fleet.behind:
         worst = max(
             worst,
             8.0 * float(sent[np.ix_(inside, ~inside)].sum()) / uplink.up_bps,
