@@ -15,6 +15,7 @@ import pytest
 
 from atoll.messages.to_worker import Replay, StepCommit
 from atoll.step_loss import step_loss
+from tests.parameters import each_once
 from tests.worker.compute.bridge import Bridge
 from tests.worker.compute.in_thread import in_thread
 from tests.worker.compute.test_replay import assert_same
@@ -201,12 +202,12 @@ def pipes(tmp_path: Path) -> Iterator[Callable[[str], Pipes]]:
         one.close()
 
 
-@pytest.mark.parametrize("rule", ["diloco", "sparseloco"])
-@pytest.mark.parametrize(("lost", "source"), [(1, 0), (0, 3), (4, 0)])
+@pytest.mark.parametrize(("place", "rule"), each_once([(1, 0), (0, 3), (4, 0)], ["diloco", "sparseloco"]))
 def test_who_takes_a_stage_over_repeats_own_steps_and_rounds(
-    pipes: Callable[[str], Pipes], rule: str, lost: int, source: int
+    pipes: Callable[[str], Pipes], rule: str, place: tuple[int, int]
 ) -> None:
     """Within a period, of peers that are at different steps; the next is done with the same bits."""
+    lost, source = place
     calm, hit = pipes(rule), pipes(rule)
     states = {}
     for one in (calm, hit):
