@@ -6,8 +6,11 @@ reads are not writes reversed. Their order is the same for every micro-batch, an
 
 from __future__ import annotations
 
+import mmap
 import os
+import sys
 import tempfile
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from atoll.saved import Shelf
 
 _READER = ThreadPoolExecutor(1, "atoll-read-ahead")
+PAGE = 4096  # of files past the kernel's cache: whole ones, to and from addresses that are multiples of it
+PIECE = 256 * PAGE  # written at once
 SOON = 3  # a tensor that comes again within so many reads is held until then
 
 
@@ -45,11 +50,16 @@ class ReadOrder:
 
 class FileShelf:
     """File without a name, gone with the micro-batch. It is written and read, not mapped: mapped pages count
-    as resident until they are dropped. What comes next by ``order`` is read ahead, once that is known."""
+    as resident until they are dropped. What comes next by ``order`` is read ahead, once that is known.
+
+    Where the file system can, bytes pass the kernel's cache by: its pages count as the worker's memory, and
+    at the limit each write would wait until others are taken back.
+    """
 
     def __init__(self, folder: Path | None, device: torch.device, order: ReadOrder | None = None) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             self._file = os.dup(file.fileno())
+        self._direct = _past_cache(self._file)
         finalize(self, os.close, self._file)
         self._device = device
         self._places: list[tuple[int, int]] = []  # offset, bytes
@@ -59,13 +69,11 @@ class FileShelf:
 
     def put(self, data: Tensor) -> int:
         """Take a tensor of bytes; return its number. StorageError where the disk does not."""
-        offset = sum(self._places[-1]) if self._places else 0
+        offset = _whole(sum(self._places[-1])) if self._places else 0
         left = _bytes_of(data.cpu())
-        at = offset
         try:
-            while left:
-                written = os.pwrite(self._file, left, at)
-                left, at = left[written:], at + written
+            for at in range(0, len(left), PIECE):
+                self._write(left[at : at + PIECE], offset + at)
         except OSError as error:
             raise StorageError(f"cannot store activations: {error.strerror}") from None
         self._places.append((offset, data.numel()))
@@ -85,16 +93,57 @@ class FileShelf:
             self._ahead = following, _READER.submit(self._read, following)
         return found.to(self._device)
 
+    def _write(self, piece: memoryview, at: int) -> None:
+        if self._direct:
+            room = _rooms.piece
+            room[: len(piece)] = piece
+            piece = room[: _whole(len(piece))]
+        while piece:
+            written = os.pwrite(self._file, piece, at)
+            piece, at = piece[written:], at + written
+
     def _read(self, number: int) -> Tensor:
         offset, n_bytes = self._places[number]
         found = torch.empty(n_bytes, dtype=torch.uint8)
         left, at = _bytes_of(found), offset
         while left:
-            read = os.preadv(self._file, [left], at)
+            wanted = min(len(left), PIECE)
+            room = _rooms.piece[: _whole(wanted)] if self._direct else left
+            read = min(os.preadv(self._file, [room], at), len(left))
             if not read:
                 raise StorageError("stored activations are truncated")
+            if self._direct:
+                left[:read] = room[:read]
             left, at = left[read:], at + read
         return found
+
+
+class _Rooms(threading.local):
+    """Memory of each thread for a piece, at an address that files past the cache take."""
+
+    def __init__(self) -> None:
+        self.piece = memoryview(mmap.mmap(-1, PIECE))
+
+
+_rooms = _Rooms()
+
+
+def _past_cache(file: int) -> bool:
+    """Have a file's bytes pass the kernel's cache by; return whether its file system does that."""
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _whole(n_bytes: int) -> int:
+    """Return the bytes of the pages that so many bytes take."""
+    return -(-n_bytes // PAGE) * PAGE
 
 
 class PinnedShelf:

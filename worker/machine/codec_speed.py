@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-METHOD = (
-    "sustained at work, values and files read late"  # figures of another way of measuring are not comparable
-)
+METHOD = "sustained at work, values read late, files past the cache"
+"""Figures of another way of measuring are not comparable."""
 MAX_AGE_S = 7 * 86_400.0  # of what is kept
 BUDGET_S = 2.5  # of one occasion, and one codec more
 RATIO = 16.0  # for codecs whose speed depends on it
