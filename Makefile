@@ -10,7 +10,7 @@ MESSAGES := protos/atoll_compute.proto  # no service in it
 BENCHMARKS := adaptive_compression asynchronous boundaries chaos checkpoint_deltas code_lines codecs commit consumer_fleet convergence curvature dashboard exchanges \
 	federated_bandwidth federated_mnist fleet_of_jobs gossip gpu grids joined journal large large_plan link_adaptation local_steps \
 	local_steps_lab lossless_real makespan memory messages noticed optimizers oracle packet_hashes peer_selection personal \
-	pipeline_vs_torch planner population population_fleet prediction privacy reach reconstruction recovery relay \
+	pipeline_vs_torch planner population population_fleet prediction privacy published_planners reach reconstruction recovery relay \
 	replicas restore ring round_codecs same_bits schedules secure_aggregation sessions side_by_side site_adapters sparse_formats split_finetuning split_lab \
 	thin_memory thin_sites tied_plans \
 	tiny_step transport two_parts upload vs_flower vs_hivemind vs_simulations wan_speedrun ways ways_lab
