@@ -137,7 +137,8 @@ def table(rows: Sequence[Promise], known: Mapping[str, Figure], root: Path = ROO
 def _row(row: Promise, figure: Figure, root: Path) -> str:
     commands = (f"`{located(c.run, root)}`{' (slow)' if c.slow else ''}" for c in row.commands)
     cells = (row.promise, "<br>".join(commands), figure.figure, figure.date, figure.machine)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+    shown = (cell.replace("|", chr(92) + "|").replace("\n", "; ") for cell in cells)
+    return f"| {' | '.join(shown)} |\n"
 
 
 # ---------------------------------------------------------------- running

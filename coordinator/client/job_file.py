@@ -7,13 +7,15 @@ owner's machine only. An error inside it, then or while its model is captured, n
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +66,29 @@ def load_job(
     make = getattr(module, "job", None)
     if not callable(make):
         raise UsageError(f"{path} has no function job(); define one that returns an atoll.Job")
+    if wanted := _required(make):
+        raise UsageError(
+            f"{path}: job() is called without arguments, this one needs {', '.join(wanted)}; give them "
+            "defaults, or read constants of the file, which --set NAME=VALUE changes"
+        )
     with blaming(path, full_trace), _Unfilled() if shapes_only else nullcontext():
         made = make()
     if not isinstance(made, Job):
         raise UsageError(f"{path}: job() returned {described(made)}; return an atoll.Job")
     return override_job(made, [item for item in overrides if item not in knobs])
+
+
+def _required(make: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a call cannot do without."""
+    try:
+        inspect.signature(make).bind()
+    except TypeError:
+        known = inspect.signature(make).parameters.values()
+        given = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        return [one.name for one in known if one.default is Parameter.empty and one.kind not in given]
+    except ValueError:  # a builtin
+        pass
+    return []
 
 
 def _turn(module: types.ModuleType, item: str, path: Path) -> None:

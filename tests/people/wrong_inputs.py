@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from rich.console import Console
-
 from coordinator.cli.main import app
 from hostos import command_line
 from protos import atoll_control_pb2 as pb
@@ -614,7 +612,7 @@ def answer(case: Case, server: FakeOwnerServer, folder: Path) -> Answer:
         text = text[: text.index("\ndef job():\n    given")]
     file.write_text(text)
     said = io.StringIO()
-    console = Console(file=said, width=10_000, highlight=False, markup=False, emoji=False)
+    console = command_line.Lines(file=said, width=10_000, highlight=False, markup=False, emoji=False)
     with mock.patch.object(command_line, "err", console):
         code = command_line.run(app, ["submit", str(file), *case.options, *server.options])
     message = " ".join(said.getvalue().rpartition("error: ")[2].split())

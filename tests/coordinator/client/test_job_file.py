@@ -187,6 +187,7 @@ def test_the_whole_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
     [
         ("def job(:\n", r"job\.py:1: SyntaxError"),
         ("x = 1\n", r"no function job\(\)"),
+        ("def job(lr, *rest, width=2): pass\n", "needs lr; give them defaults"),
         ("def job():\n    return 3\n", "returned 3; return an atoll.Job"),
         ("import sys\nsys.exit(3)\n", r"job\.py:2: SystemExit"),
         ("import nowhere_to_be_found\n", r"job\.py:1: ModuleNotFoundError"),
