@@ -160,7 +160,9 @@ class Participation:
             context.progress.tick,
             lends=bool(spec.gateways),
         )
-        self._kept: _Kept | None = None  # the last update, of a job whose gateway may fail to have it
+        # The last update, of a job whose gateway may fail to have it, or that may not train a round again:
+        # noise of each sample is drawn anew, so that would be another release.
+        self._kept: _Kept | None = None
         self._population: PopulationStates | None = None
         self._secure: SecureRounds | None = None
         if spec.secure is not None:
@@ -211,7 +213,7 @@ class Participation:
             return self._kept.answer, self._kept.square_loss, self._kept.stored
         self._kept = None
         answer, square_loss, stored = self._train_owner(order, fetched, coding, path, cancel)
-        if rule.gateways:
+        if rule.gateways or rule.sample_privacy is not None:
             self._kept = _Kept(_work(order), answer, square_loss, stored)
         return answer, square_loss, stored
 

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
+from torch import nn
 
 from atoll.errors import BadFrame, ConnectionFailed, StorageError, UsageError
 from atoll.federated import MAX_RESIDUAL_ROUNDS, Federated, FederatedSpec, Floors
 from atoll.job import TrainingSpec
 from atoll.messages.to_worker import Blob, EvaluateRound, Model, Participate, TrainRound
+from atoll.privacy import SamplePrivacy
 from compressors.model_file import Coding, read_update, write_delta, write_model
 from coordinator.capture.capture import capture
 from strategies.files import broadcast_arrays, lossy_names, parted, update_metas
@@ -47,11 +49,17 @@ TRAINING = TrainingSpec(steps=10, n_micro=1, seed=5, optimizer=SGD)
 class Server:
     """The coordinator's half of a federation of one or more clients, in memory."""
 
-    def __init__(self, folder: Path, rule: str = "fedavg", clients: int = 1, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, rule: str = "fedavg", clients: int = 1, grouped: bool = False, **options: Any
+    ) -> None:
+        """``grouped``: a norm that does not mix samples."""
+        net = Small(width=16)
+        if grouped:
+            net.norm = nn.GroupNorm(4, 16)  # type: ignore[assignment]
         example = {n: torch.from_numpy(a) for n, a in arrays(BATCH, 0).items()}
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.found = capture(Small(width=16), example, TRAINING)
+        self.found = capture(net, example, TRAINING)
         self.model = local_model(self.found.train, self.found.evaluation, self.found.state, TRAINING)
         self.federated = Federated(rule, **options)
         self.rule = strategy_of(self.federated)
@@ -270,6 +278,22 @@ def test_a_restarted_worker_goes_on_with_its_state_and_hears_what_became_of_its_
     client = joined(server, tmp_path / "w")
     run_round(server, client, 1)
     assert same(server.state.weights, local(server, 2).state.weights)
+
+
+def test_a_round_with_private_samples_that_is_asked_for_again_is_answered_and_not_trained_again(
+    tmp_path: Path,
+) -> None:
+    """Its noise is drawn anew each time: another answer would be another release, and charged."""
+    privacy = SamplePrivacy(noise=1.0, clip=1.0, delta=1e-5)
+    server = Server(
+        tmp_path / "server", grouped=True, local_steps=2, evaluate_every=0, sample_privacy=privacy
+    )
+    client, model = joined(server, tmp_path / "w"), server.broadcast()
+    first = client.train(order(0, model), Cancel())
+    again = client.train(replace(order(0, model), deadline_s=9.0), Cancel())
+    assert (again.stored, again.answer) == (first.stored, first.answer)
+    assert client.train(order(1, model), Cancel()).stored != first.stored
+    assert joined(server, tmp_path / "w").train(order(0, model), Cancel()).stored != first.stored
 
 
 def test_word_that_comes_while_the_round_is_trained_again_finds_the_first_draft(tmp_path: Path) -> None:
