@@ -157,14 +157,11 @@ def _fastest(request: PlanRequest, effort: Effort | None) -> Plan:
     except NotEnoughMemory as error:
         refused = error
     exchange = request.training.gradient_exchange
-    signs = (
-        exchange is not None and exchange.rule in SIGN_RULES
-    )  # one alone would take its gradients for steps
+    # One pipeline alone would take its gradients for steps.
+    signs = exchange is not None and exchange.rule in SIGN_RULES
     most = min(TUNED.most_replicas, request.training.blocks, len(request.fleet.devices))
     within_s = _step_s(alone[0]) if alone and not signs else float("inf")
-    found: list[Plan] = []
-    for parts in likely_ways(request, range(2, most + 1), within_s):
-        found += _planned(request, [parts], effort)
+    found = _planned(request, likely_ways(request, range(2, most + 1), within_s), effort)
     if refused is not None and not found:
         raise refused
     return min(found if found and signs else [*found, *alone], key=_step_s)
