@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from math import isfinite
@@ -22,7 +22,6 @@ import structlog
 
 from atoll.errors import BadFrame, BadUpdate, JobFailed, StorageError, UsageError
 from atoll.messages.from_worker import SecureAnswer
-from atoll.messages.to_worker import Model
 from atoll.rehearse import OpCost, rehearse
 from atoll.sampling import client_key
 from compressors.container import drop_pages
@@ -47,6 +46,7 @@ from worker.blobs import BlobFile, most_bytes
 from worker.federated.broadcasts import Models
 from worker.federated.host_round import HostRound, train_clients
 from worker.federated.kept.client_state import ClientStore
+from worker.federated.kept.last_update import LastUpdate, read_last, work_of, write_last
 from worker.federated.kept.population_states import PopulationStates
 from worker.federated.local_model import LocalModel
 from worker.federated.members import Members
@@ -83,21 +83,6 @@ log = structlog.get_logger()
 UPDATE, SUM = "update", "sum"
 MODELS = "models"
 CLIENTS = "clients"
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """An update whose file is still here, and the order that it answers but for the ways that it goes."""
-
-    of: TrainRound
-    answer: ClientUpdate
-    square_loss: float
-    stored: Stored
-
-
-def _work(order: TrainRound) -> TrainRound:
-    """What an order has a client train, whoever is to have it."""
-    return replace(order, model=Model(order.model.full), deadline_s=0.0, order="", gateway="")
 
 
 class Participation:
@@ -160,9 +145,11 @@ class Participation:
             context.progress.tick,
             lends=bool(spec.gateways),
         )
-        # The last update, of a job whose gateway may fail to have it, or that may not train a round again:
-        # noise of each sample is drawn anew, so that would be another release.
-        self._kept: _Kept | None = None
+        # Of a job whose gateway may fail to have it, or that may not train a round again: noise of each
+        # sample is drawn anew, so that would be another release.
+        self._last: LastUpdate | None = None
+        if spec.sample_privacy is not None:
+            self._last = read_last(self._store.folder, self._store.folder / UPDATE)
         self._population: PopulationStates | None = None
         self._secure: SecureRounds | None = None
         if spec.secure is not None:
@@ -191,7 +178,7 @@ class Participation:
         file = None if stored is None else BlobFile(path, stored.hash, stored.size)
         sent = 0 if file is None else self._sent(order, file, cancel, new=new)
         upload_s = time.perf_counter() - began_s
-        if self._kept is None or order.gathers:
+        if self._last is None or order.gathers:
             path.unlink(missing_ok=True)
         return Update(answer, square_loss, stored, train_s, sent, upload_s, nbytes, seconds)
 
@@ -208,14 +195,15 @@ class Participation:
         if order.clients:
             host = self._train_clients(order, fetched, coding, path, cancel)
             return replace(host, sums=replace(host.sums, arrays={})), 0.0, host.stored
-        if self._kept is not None and self._kept.of == _work(order) and path.is_file():
-            fetched.arrays.clear()
-            return self._kept.answer, self._kept.square_loss, self._kept.stored
-        self._kept = None
-        answer, square_loss, stored = self._train_owner(order, fetched, coding, path, cancel)
+        last, self._last = self._last, None
+        if last is None or last.work != work_of(order) or not path.is_file():
+            last = LastUpdate(work_of(order), *self._train_owner(order, fetched, coding, path, cancel))
+            if rule.sample_privacy is not None:
+                write_last(self._store.folder, last)
+        fetched.arrays.clear()
         if rule.gateways or rule.sample_privacy is not None:
-            self._kept = _Kept(_work(order), answer, square_loss, stored)
-        return answer, square_loss, stored
+            self._last = last
+        return last.answer, last.square_loss, last.stored
 
     def _sent(self, order: TrainRound, file: BlobFile, cancel: Cancel, *, new: bool) -> int:
         """Store a file, or keep it for the gateway; returns the bytes that travelled."""
@@ -344,7 +332,8 @@ class Participation:
     def settle(self, at_round: int, taken: bool, clients: Collection[str] = (), order: str = "") -> None:
         """The coordinator's word on the update of ``at_round``; of a population: who of it was counted, of
         all that was trained or of one ``order``."""
-        self._store.settle(at_round, taken)
+        if taken or self._last is None or self._last.answer.round != at_round:  # else it may be sent again
+            self._store.settle(at_round, taken)
         if self.members.hash or self._population is not None:
             self._states().settle(at_round, clients, order)
 

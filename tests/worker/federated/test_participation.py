@@ -34,7 +34,7 @@ from worker.context import ComputeContext, ComputeSettings
 from worker.federated.kept.client_state import ClientStore
 from worker.federated.kept.folders import MAX_BYTES, MAX_JOBS, make_job_folder
 from worker.federated.orders import Update
-from worker.federated.participation import Participation
+from worker.federated.participation import UPDATE, Participation
 from worker.machine.cpu import CpuMeter
 from worker.machine.device import Device
 from worker.pipe.arena import HEAD_BYTES
@@ -292,8 +292,29 @@ def test_a_round_with_private_samples_that_is_asked_for_again_is_answered_and_no
     first = client.train(order(0, model), Cancel())
     again = client.train(replace(order(0, model), deadline_s=9.0), Cancel())
     assert (again.stored, again.answer) == (first.stored, first.answer)
-    assert client.train(order(1, model), Cancel()).stored != first.stored
-    assert joined(server, tmp_path / "w").train(order(0, model), Cancel()).stored != first.stored
+    restarted = joined(server, tmp_path / "w")
+    again = restarted.train(order(0, model), Cancel())
+    assert (again.stored, again.answer) == (first.stored, first.answer)
+    second = restarted.train(order(1, model), Cancel())
+    assert second.stored != first.stored
+    (update,) = (tmp_path / "w").rglob(UPDATE)
+    update.write_bytes(update.read_bytes()[:-1] + b"?")
+    assert joined(server, tmp_path / "w").train(order(1, model), Cancel()).stored != second.stored
+
+
+def test_an_update_that_was_late_and_is_sent_again_leaves_what_it_left_the_first_time(tmp_path: Path) -> None:
+    privacy = SamplePrivacy(noise=1.0, clip=1.0, delta=1e-5)
+    server = Server(
+        tmp_path / "server", grouped=True, local_steps=2, evaluate_every=0, sample_privacy=privacy
+    )
+    client, first = joined(server, tmp_path / "w"), order(0, server.broadcast(), "topk", 16.0)
+    client.train(first, Cancel())
+    client.settle(0, False)
+    client.train(first, Cancel())
+    client.settle(0, True)
+    _, left = ClientStore(tmp_path / "w", "federation").load(1, "topk")
+    assert left
+    assert all(bool(tensor.any()) for tensor in left.values())
 
 
 def test_word_that_comes_while_the_round_is_trained_again_finds_the_first_draft(tmp_path: Path) -> None:
