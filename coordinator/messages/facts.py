@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from atoll.errors import AtollError, StorageError
 from atoll.exchange import Exchange
@@ -240,29 +240,9 @@ JobFact = (
     | JobEnded
 )
 Fact = CoordinatorStarted | JobForgotten | JobFact
-_KINDS: dict[str, type[Fact]] = {
-    "CoordinatorStarted": CoordinatorStarted,
-    "JobSubmitted": JobSubmitted,
-    "PlanAdopted": PlanAdopted,
-    "LinksChanged": LinksChanged,
-    "Reconfigured": Reconfigured,
-    "RatioCapped": RatioCapped,
-    "StepCommitted": StepCommitted,
-    "RoundMet": RoundMet,
-    "SpotChecked": SpotChecked,
-    "WorkRejected": WorkRejected,
-    "Evaluated": Evaluated,
-    "CheckpointStored": CheckpointStored,
-    "CheckpointTorn": CheckpointTorn,
-    "NoisedAsked": NoisedAsked,
-    "UpdateTaken": UpdateTaken,
-    "RoundClosed": RoundClosed,
-    "RoundEvaluated": RoundEvaluated,
-    "JobEnded": JobEnded,
-    "JobForgotten": JobForgotten,
-}
-"""Facts by their names in journals, which stay when a class is renamed. Of several names of one fact, the old
-ones stand first and the last is written."""
+_KINDS: dict[str, type[Fact]] = {kind.__name__: kind for kind in get_args(Fact)}
+"""Facts by their names in journals. One that is renamed keeps its old name here as well, before the new one,
+which alone is written."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 

@@ -77,6 +77,31 @@ FACTS: list[facts.Fact] = [
 ]
 
 
+def test_a_fact_that_is_renamed_is_still_read_by_its_name_in_journals():
+    written = {
+        "CoordinatorStarted",
+        "JobForgotten",
+        "JobSubmitted",
+        "PlanAdopted",
+        "LinksChanged",
+        "Reconfigured",
+        "RatioCapped",
+        "StepCommitted",
+        "RoundMet",
+        "SpotChecked",
+        "WorkRejected",
+        "Evaluated",
+        "CheckpointStored",
+        "CheckpointTorn",
+        "NoisedAsked",
+        "UpdateTaken",
+        "RoundClosed",
+        "RoundEvaluated",
+        "JobEnded",
+    }
+    assert {to_record(fact, 0.0).kind for fact in FACTS} == written
+
+
 def through_json(value: object) -> typing.Any:
     return json.loads(json.dumps(to_json(value)))
 
