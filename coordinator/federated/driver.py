@@ -425,11 +425,10 @@ class FederatedDriver:
 
 def _introduce(effects: Effects, worker: str, peers: Iterable[str]) -> None:
     """Have a client and others of its site expect each other."""
-    roster = effects.roster
     for peer in peers:
-        theirs, ours = roster.addresses(peer, worker), roster.addresses(worker, peer)
-        effects.send(peer, do.ExpectPeer(worker, ours, not theirs, roster.relay_use(peer, worker)))
-        effects.send(worker, do.ExpectPeer(peer, theirs, bool(theirs), roster.relay_use(worker, peer)))
+        way, back = effects.roster.ways(worker, peer)
+        effects.send(peer, back)
+        effects.send(worker, way)
 
 
 def _state_words(spec: JobSpec) -> str:

@@ -7,7 +7,7 @@ through ``Effects``, one worker never does both at once.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
 from coordinator.config import Probing
@@ -53,10 +53,7 @@ class Measuring:
             jobs = {roster.workers[w].member.job for w in (one, other) if w in roster.workers}
             if len(jobs) == 1 and "" not in jobs:
                 for worker, peer in ((one, other), (other, one)):
-                    addresses = roster.addresses(peer, worker)
-                    effects.send(
-                        worker, do.ExpectPeer(peer, addresses, False, roster.relay_use(worker, peer))
-                    )
+                    effects.send(worker, replace(roster.way(worker, peer), dial=False))
 
     def moved(self, worker: str) -> None:
         """Have a worker with other addresses and its peers find each other again."""
@@ -64,9 +61,7 @@ class Measuring:
         ends = (end for pair in roster.joined.ways.of(worker) for end in pair)
         for peer in dict.fromkeys(end for end in ends if end != worker):
             for one, other in ((peer, worker), (worker, peer)):
-                addresses = roster.addresses(other, one)
-                use = roster.relay_use(one, other)
-                self.effects.send(one, do.ExpectPeer(other, addresses, bool(addresses), use))
+                self.effects.send(one, roster.way(one, other))
 
     # ------------------------------------------------------------ ops
 
@@ -189,22 +184,11 @@ class Measuring:
 
     def _ask_link(self, request: LinkRequest) -> None:
         """Have one end expect the other, as workers refuse strangers, then measure."""
-        source, target = request.source, request.target
-        theirs = self.effects.roster.addresses(target, source)
-        ours = self.effects.roster.addresses(source, target)
-        expect = do.ExpectPeer(source, ours, not theirs, self.effects.roster.relay_use(target, source))
+        link, expect = self.effects.roster.ways(request.source, request.target)
         most = self.config.max_bytes if request.rate else 0
-        probe = do.ProbeLink(
-            request.request,
-            target,
-            theirs,
-            bool(theirs),
-            self.config.seconds,
-            most,
-            self.effects.roster.relay_use(source, target),
-        )
-        self.effects.emit(do.SendTo(target, expect))
-        self.effects.emit(do.SendTo(source, probe))
+        probe = do.ProbeLink(request.request, link, self.config.seconds, most)
+        self.effects.emit(do.SendTo(request.target, expect))
+        self.effects.emit(do.SendTo(request.source, probe))
 
     def link_probed(self, worker: str, message: LinkProbed) -> None:
         """Take in a link's measurement; an impossible one quarantines who reports it."""

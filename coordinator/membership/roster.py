@@ -33,7 +33,7 @@ from coordinator.messages.events import (
     Introduction,
     StepReady,
 )
-from coordinator.messages.instructions import Addresses, RelayUse
+from coordinator.messages.instructions import Addresses, ExpectPeer, RelayUse
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
 from coordinator.planning.costs.fleet import HOPED, UNKNOWN, Device, Fleet, LinkEstimate, Mesh, Pair
@@ -335,6 +335,16 @@ class Roster:
     def relay_use(self, worker: str, peer: str) -> RelayUse | None:
         """Return what ``worker`` may do at the relays to meet ``peer``, None without relays."""
         return self.joined.use(worker, peer, dialable=self._dialable(worker, peer))
+
+    def way(self, worker: str, peer: str) -> ExpectPeer:
+        """Return ``worker``'s way to ``peer``: it dials where it can."""
+        addresses = self.addresses(peer, worker)
+        return ExpectPeer(peer, addresses, bool(addresses), self.relay_use(worker, peer))
+
+    def ways(self, caller: str, other: str) -> tuple[ExpectPeer, ExpectPeer]:
+        """Return the ways of two to each other, of which ``caller`` dials where it can, else the other."""
+        mine = self.way(caller, other)
+        return mine, replace(self.way(other, caller), dial=not mine.dial)
 
     def fingerprint(self) -> Fingerprint:
         """Changes whenever the set of usable workers, or a limit of theirs, does."""

@@ -61,17 +61,6 @@ class RelayUse:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeLink:
-    request: int
-    peer: str
-    addresses: Addresses
-    dial: bool
-    seconds: float
-    max_bytes: int
-    relay: RelayUse | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ExpectPeer:
     """Accept this peer's connections, or dial it where it accepts none of ours."""
 
@@ -82,12 +71,17 @@ class ExpectPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeLink:
+    request: int
+    link: ExpectPeer
+    seconds: float
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankPeer:
     rank: int
-    worker: str
-    addresses: Addresses
-    dial: bool
-    relay: RelayUse | None = None
+    link: ExpectPeer
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,6 @@ def of_neighbours(plan: Plan, rank: int, report: StepReady) -> StepReady:
 def rank_peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:
     """Return the way to ``peer``, who has ``rank`` or stands by for it. The lower rank dials where both can
     be reached, else whoever can reach the other."""
-    mine, theirs = roster.addresses(me, peer), roster.addresses(peer, me)
-    dial = bool(theirs) and (my_rank < rank or not mine)
-    return do.RankPeer(rank, peer, theirs, dial, roster.relay_use(me, peer))
+    way = roster.way(me, peer)
+    dial = way.dial and (my_rank < rank or not roster.addresses(me, peer))
+    return do.RankPeer(rank, replace(way, dial=dial))

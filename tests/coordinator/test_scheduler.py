@@ -534,10 +534,10 @@ class Islands(Scripted):
         open_flows = [f for f in self.messages(do.ProbeLink) if f[1].request in flows]
         if len(open_flows) < len(flows):
             return
-        across = [f for f in open_flows if f[0][0] != f[1].peer[0]]
+        across = [f for f in open_flows if f[0][0] != f[1].link.peer[0]]
         for flow in open_flows:
             rate, rtt_s = (8e6 / len(across), 0.08) if flow in across else (200e6, 0.01)
-            self.streams[flow[0]].send(1, ev.LinkProbed(flow[1].request, flow[1].peer, rtt_s, rate))
+            self.streams[flow[0]].send(1, ev.LinkProbed(flow[1].request, flow[1].link.peer, rtt_s, rate))
 
 
 def test_two_islands_behind_one_slow_line_show_their_shared_uplink() -> None:
@@ -580,7 +580,7 @@ def test_a_stage_is_told_only_of_stages_that_it_exchanges_tensors_with() -> None
     world = Scripted(altered=altered)
     world.join("a", "b", "c")
     world.submit()
-    told = {w: [peer.worker for peer in m.peers] for w, m in world.messages(do.Assign)}
+    told = {w: [peer.link.peer for peer in m.peers] for w, m in world.messages(do.Assign)}
     assert told == {"a": ["b"], "b": ["a", "c"], "c": ["b"]}
 
 

@@ -292,7 +292,7 @@ def to_workers() -> dict[str, Message]:
     relay = do.RelayUse(True, 2.5)
     addresses = (("192.0.2.1", 7701), ("h", 7))
     expected = do.ExpectPeer("w-2", addresses, True, relay)
-    peers = (do.RankPeer(1, "w-2", addresses, True, relay), do.RankPeer(2, "w-3", (), False))
+    peers = (do.RankPeer(1, expected), do.RankPeer(2, do.ExpectPeer("w-3", (), False)))
     eras = (Era(3, 2, ()), Era(5, 6, (LINK,)))
     replay = do.Replay(4, eras, (1.0, 0.5), (5, 6), True)
     tensors = {"w": HASH, "mean": OTHER, "mask": THIRD}
@@ -319,7 +319,7 @@ def to_workers() -> dict[str, Message]:
         "evaluate round": do.EvaluateRound("job-1", 3, model, 60.0, ("c1",)),
         "round taken": do.RoundTaken("job-1", 3, True, "why", ("c1",)),
         "dismiss": do.Dismiss("why", True),
-        "probe link": do.ProbeLink(7, "w-2", addresses, True, 1.5, 4096, relay),
+        "probe link": do.ProbeLink(7, expected, 1.5, 4096),
         "expect peer": expected,
         "expect peer, least": do.ExpectPeer("w-2", (), False),
         "revoked": do.Revoked("w-2", "why"),

@@ -133,7 +133,7 @@ class Scripted(Coordinator):
 
     def probed(self, worker: str, probe: do.ProbeLink) -> None:
         """Answer a link's probe."""
-        answer = ev.LinkProbed(probe.request, probe.peer, 1e-3, self.bandwidth_bps)
+        answer = ev.LinkProbed(probe.request, probe.link.peer, 1e-3, self.bandwidth_bps)
         self.streams[worker].send(1, answer)
 
     # ------------------------------------------------------------ jobs

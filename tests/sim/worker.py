@@ -41,7 +41,7 @@ def opaque(message: Any) -> Any:
 
 def linked(peers: Iterable[do.RankPeer]) -> tuple[RankPeer, ...]:
     """Return the neighbours that a session is given."""
-    return tuple(RankPeer(peer.rank, PeerLink(peer.worker, Paths())) for peer in peers)
+    return tuple(RankPeer(peer.rank, PeerLink(peer.link.peer, Paths())) for peer in peers)
 
 
 def event_of(message: do.Message) -> e.Event | None:
@@ -67,8 +67,8 @@ def event_of(message: do.Message) -> e.Event | None:
             return e.Participate(job, version, opaque(message))
         case do.ProbeOps(request):
             return e.ProbeOps(request, opaque(message))
-        case do.ProbeLink(request, peer):
-            return e.ProbeLink(request, PeerLink(peer, Paths()), message.seconds, message.max_bytes)
+        case do.ProbeLink(request, link):
+            return e.ProbeLink(request, PeerLink(link.peer, Paths()), message.seconds, message.max_bytes)
     return None
 
 

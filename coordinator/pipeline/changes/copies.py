@@ -155,10 +155,9 @@ class Copies:
 
     def _way(self, holder: str, worker: str) -> do.ExpectPeer:
         """Return a worker's way to who holds a copy, who expects it."""
-        roster = self.effects.roster
-        theirs, ours = roster.addresses(holder, worker), roster.addresses(worker, holder)
-        self.effects.send(holder, do.ExpectPeer(worker, ours, not theirs, roster.relay_use(holder, worker)))
-        return do.ExpectPeer(holder, theirs, bool(theirs), roster.relay_use(worker, holder))
+        way, back = self.effects.roster.ways(worker, holder)
+        self.effects.send(holder, back)
+        return way
 
 
 def copies_of(snapshot: Snapshot, job: str) -> Iterable[tuple[str, do.StageCopy]]:

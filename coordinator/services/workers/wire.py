@@ -51,10 +51,10 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
     match message:
         case do.Participate():
             return said_to_worker(_participate(message, graphs))
-        case do.ProbeLink(request, peer, seconds=seconds, max_bytes=most):
-            return said_to_worker(asked.ProbeLink(request, _link(peer, message, way), seconds, most))
+        case do.ProbeLink(request, link, seconds, most):
+            return said_to_worker(asked.ProbeLink(request, _link(link, way), seconds, most))
         case do.ExpectPeer():
-            return said_to_worker(_link(message.peer, message, way))
+            return said_to_worker(_link(message, way))
         case do.KeepCopies(copies):
             kept = tuple(_copy(copy, graphs, message.holders, way) for copy in copies)
             return said_to_worker(asked.KeepCopies(kept))
@@ -97,7 +97,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> asked.Assign:
         eval_data=spec.eval_data,
         first_step=message.first_step,
         replay=message.replay,
-        holders=tuple(_link(h.peer, h, way) for h in message.holders),
+        holders=tuple(_link(holder, way) for holder in message.holders),
         rank=rank,
         further=tuple(asked.FurtherPiece(*both) for both in further),
         owner=spec.owner if spec.data.pinned is not None else "",
@@ -117,12 +117,12 @@ def _copy(
         blob = copy.tensors[name]
         most[blob] = max(most.get(blob, 0), most_bytes(state.meta, local=copy.plan.local))
     found = [holders[copy.holder]] if copy.holder in holders else []
-    links = tuple(_link(h.peer, h, way) for h in found)
+    links = tuple(_link(holder, way) for holder in found)
     return asked.StageCopy(copy.job, copy.name, most, bool(copy.holder), links)
 
 
 def _peers(peers: Iterable[do.RankPeer], way: Way) -> tuple[asked.RankPeer, ...]:
-    return tuple(asked.RankPeer(p.rank, _link(p.worker, p, way)) for p in peers)
+    return tuple(asked.RankPeer(peer.rank, _link(peer.link, way)) for peer in peers)
 
 
 def _participate(message: do.Participate, graphs: GraphStore) -> asked.Participate:
@@ -148,6 +148,6 @@ def _participate(message: do.Participate, graphs: GraphStore) -> asked.Participa
     )
 
 
-def _link(worker: str, paths: do.ProbeLink | do.ExpectPeer | do.RankPeer, way: Way) -> asked.PeerLink:
-    relay = way(worker, paths.relay) if paths.relay is not None else None
-    return asked.PeerLink(worker, asked.Paths(paths.addresses, paths.dial, relay))
+def _link(link: do.ExpectPeer, way: Way) -> asked.PeerLink:
+    relay = way(link.peer, link.relay) if link.relay is not None else None
+    return asked.PeerLink(link.peer, asked.Paths(link.addresses, link.dial, relay))

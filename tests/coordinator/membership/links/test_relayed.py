@@ -47,7 +47,7 @@ def test_a_closed_pair_is_hopeless_without_a_relay_and_measured_through_one() ->
     world.join("a", "b")
     assert world.scheduler.roster.links.table.estimates["a", "b"].bandwidth_bps > 1e6
     probe = next(m for w, m in world.messages(do.ProbeLink) if w == "a")
-    assert (probe.addresses, probe.dial, probe.relay) == ((), False, do.RelayUse(True, 0.0))
+    assert probe.link == do.ExpectPeer("b", (), False, do.RelayUse(True, 0.0))
     expect = next(m for w, m in world.messages(do.ExpectPeer) if w == "b")
     assert expect.relay == do.RelayUse(False, 0.0)
 

@@ -82,11 +82,11 @@ def test_the_newcomer_repeats_what_the_journal_says_and_the_others_hear_the_comm
     assert (assign.first_step, assign.rank, assign.plan.version) == (2, 1, 2)
     assert (assign.replay.first_step, assign.replay.scales, assign.replay.stores) == (0, scales, ())
     assert (era.version, era.first_step, era.links) == (1, 0, world.state().plan.links)
-    assert {peer.worker for peer in assign.peers} == {"a", "c"}
+    assert {peer.link.peer for peer in assign.peers} == {"a", "c"}
     for worker in "ac":
         commit, moved = world.to(worker, do.StepCommit | do.Reconfigure)
         assert (commit.step, moved.step, moved.base, moved.plan.version) == (1, 2, 1, 2)
-        assert {peer.worker for peer in moved.peers} == {"d"}
+        assert {peer.link.peer for peer in moved.peers} == {"d"}
     (fact,) = moves(world)
     assert (fact.base, fact.version, fact.step, fact.workers, fact.newcomers) == (
         1,
@@ -202,8 +202,8 @@ def test_neighbours_that_are_lost_together_repeat_together_from_one_state() -> N
     assert first.replay == second.replay
     assert (first.replay.first_step, len(first.replay.scales)) == (0, 2)
     assert first.plan.version == second.plan.version == state.version
-    assert {p.worker for p in first.peers} == {"a", "f"}
-    assert {p.worker for p in second.peers} == {"e", "d"}
+    assert {p.link.peer for p in first.peers} == {"a", "f"}
+    assert {p.link.peer for p in second.peers} == {"e", "d"}
     assert [m.base for m in world.to("a", do.Reconfigure)] == [1, 1]
     assert [worker for worker, _ in world.messages(do.Release)] == ["b", "c"]
     world.load()

@@ -84,8 +84,8 @@ def test_an_idle_worker_repeats_all_steps_and_its_neighbours_let_it_ask() -> Non
     assert isinstance(role, StageRole)
     assert (role.rank, role.state.run.source) == (rank, world.state().checkpoint), "it may load its tensors"
     assert (assign.replay.standby, assign.replay.first_step, len(assign.replay.scales)) == (True, 0, 4)
-    told = {worker: [p.worker for p in m.peers] for worker, m in world.messages(do.StandbysHere)}
-    assert told == {peer.worker: ["d"] for peer in assign.peers}
+    told = {worker: [p.link.peer for p in m.peers] for worker, m in world.messages(do.StandbysHere)}
+    assert told == {peer.link.peer: ["d"] for peer in assign.peers}
     world.done.clear()
     step(world)
     (commit,) = world.to("d", do.StepCommit)

@@ -106,8 +106,8 @@ def test_an_idle_worker_repeats_a_rank_s_steps_and_the_neighbours_let_it_ask() -
         "it may load its tensors"
     )
     for peer in order.peers:
-        here = world.to(peer.worker, do.StandbysHere)[0]
-        assert [(p.worker, p.rank) for p in here.peers] == [("d", order.rank)]
+        here = world.to(peer.link.peer, do.StandbysHere)[0]
+        assert [(p.link.peer, p.rank) for p in here.peers] == [("d", order.rank)]
     answer(world, "d")
     agreed = facts(world, SpotChecked)[0]
     assert (agreed.rank, agreed.first_step, agreed.step, agreed.by) == (order.rank, 0, order.first_step, "d")
