@@ -93,6 +93,11 @@ class PlanRequest:
     pinned: str = ""  # worker of the fleet that has the job's data; "": the coordinator serves them
     twins: Twins | None = field(default=None, compare=False, repr=False)  # None: nothing is remembered
 
+    @property
+    def memory(self) -> Twins:
+        """What is remembered of the parts of this request, or a memory that nobody looks into again."""
+        return self.twins or Twins()
+
 
 def _found(twins: Twins, request: PlanRequest, effort: Effort) -> Found:
     """Return what is found for a part of the fleet, or was found before. Raises NotEnoughMemory."""
@@ -146,9 +151,8 @@ def remembering(request: PlanRequest, tell: Tell = lambda words: None) -> PlanRe
 
 def at_work(request: PlanRequest, words: str) -> None:
     """Say what is planned from now on, to whoever listens."""
-    if request.twins is not None:
-        request.twins.at = words
-        request.twins.tell(f"planning {words}")
+    request.memory.at = words
+    request.memory.tell(f"planning {words}")
 
 
 def _traits(request: PlanRequest) -> Hashable:
@@ -186,7 +190,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None, *, part: bool 
         effort = replace(effort, rings=0)
     others: tuple[tuple[str, str], ...] = ()
     if part:
-        problem, best, why = _found(request.twins or Twins(), request, effort)
+        problem, best, why = _found(request.memory, request, effort)
     else:
         at_work(request, f"one pipeline of {len(request.fleet.devices)} machines")
         (problem, best, why), others = _searched(request, effort)

@@ -21,6 +21,7 @@ from atoll.exchange import AUTO, MOST_PEERS, Exchange
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, Plan, Prediction, Replica, StageSpec, validate, written_buffers
 from coordinator.planning import TUNED
+from coordinator.planning.baselines import GIVEN_CUT
 from coordinator.planning.peers.exchange_codecs import with_codec
 from coordinator.planning.peers.gossip_plans import (
     Held,
@@ -130,10 +131,8 @@ def fastest(
     Groups are tried where a machine does not hold the model by itself, or where the fleet has several sites.
     """
     known = {} if known is None else known
-    if request.twins is None:
-        return _fastest(request, exchange, effort, known)
     asked = (request.training.replicas, request.version, tuple(d.worker for d in request.fleet.devices))
-    return request.twins.once((exchange, effort, asked), lambda: _fastest(request, exchange, effort, known))
+    return request.memory.once((exchange, effort, asked), lambda: _fastest(request, exchange, effort, known))
 
 
 def _fastest(request: PlanRequest, exchange: Exchange, effort: Effort | None, known: Known) -> Sharing | None:
@@ -212,9 +211,7 @@ def _grouped(request: PlanRequest, exchange: Exchange, effort: Effort | None, kn
     counts = _counts(request, most)
     if len(counts) > TUNED.group_counts:
         counts = sorted({round(float(n)) for n in np.geomspace(counts[0], counts[-1], TUNED.group_counts)})
-    wholes: dict[tuple[str, ...], Pace] = {}
-    if request.twins is not None:
-        wholes = request.twins.once(("wholes", tuple(room)), dict)
+    wholes: dict[tuple[str, ...], Pace] = request.memory.once(("wholes", tuple(room)), dict)
     sketches = Sketches(problem, exchange, n_micro, request.training.seed, rooms, wholes)
     tried = max(1, min(TUNED.grouped, TUNED.planned_peers // len(fleet.devices)))
     found: list[Sharing] = []
@@ -229,9 +226,9 @@ def _grouped(request: PlanRequest, exchange: Exchange, effort: Effort | None, kn
 def _likeliest(request: PlanRequest, sketches: Sketches, counts: Sequence[int]) -> list[Sharing]:
     """Sketches of ways to make peers, the best first; in a large fleet those first that are planned already
     for another exchange, of those that are about as good."""
-    if request.twins is None or not request.twins.brief:
+    if not request.memory.brief:
         return sketches.ranked(counts)[: TUNED.group_attempts]
-    known = request.twins.groupings.get(exchange_facts(sketches.exchange.rule).own_copies, {})
+    known = request.memory.groupings.get(exchange_facts(sketches.exchange.rule).own_copies, {})
     ranked = sketches.ranked(counts, known)[: TUNED.group_attempts]
     near_s = TUNED.grouped_alike * ranked[0].step_s if ranked else 0.0
     return sorted(ranked, key=lambda one: one.step_s > near_s or tuple(one.parts) not in known)
@@ -250,9 +247,8 @@ def _balanced(
             sharing = Sharing(0.0, sketch.parts, tuple(accumulate(shares)))
             plans, spans = _alone(request, exchange, sharing, effort, known)
             told = _together(request, exchange, plans, spans).prediction
-            if request.twins is not None:
-                alike = request.twins.groupings.setdefault(exchange_facts(exchange.rule).own_copies, {})
-                alike[tuple(sharing.parts)] = None
+            alike = request.memory.groupings.setdefault(exchange_facts(exchange.rule).own_copies, {})
+            alike[tuple(sharing.parts)] = None
             steps_s = [plan.prediction.step_s if plan.prediction is not None else np.inf for plan in plans]
             tried[shares] = sharing._replace(step_s=told.step_s if told is not None else np.inf), steps_s
         return tried[shares][1]
@@ -313,7 +309,8 @@ def _alone(
                 spot_checks=0.0,  # of one pipeline alone
             )
             alone = replace(request, fleet=request.fleet.subset(part), training=own, beyond=0)
-            known[key] = make_plan(replace(alone, partitioner=cut or "op_fence"), effort, part=True)
+            how = cut if cut not in ("", GIVEN_CUT) else "op_fence"
+            known[key] = make_plan(replace(alone, partitioner=how), effort, part=True)
         found.append(known[key])
     return found, spans
 

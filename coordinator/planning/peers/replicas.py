@@ -75,11 +75,7 @@ def best_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
             return peers_plan(request, local, effort)
         return make_plan(_alone(request), effort)
     if local is not None and (given or not request.partitioner.startswith(GIVEN_CUT)):
-        shared = None
-        if given:
-            parts, ends, cuts = _given_parts(request)
-            shared = Sharing(0.0, parts, ends, ["" if cut == GIVEN_CUT else cut for cut in cuts])
-        return peers_plan(request, local, effort, shared)
+        return peers_plan(request, local, effort, Sharing(0.0, *_given_parts(request)) if given else None)
     if given:
         parts, ends, cuts = _given_parts(request)
         training = replace(training, replicas=str(len(cuts)))
@@ -169,12 +165,9 @@ def _fastest(request: PlanRequest, effort: Effort | None) -> Plan:
 
 def _one_pipeline(request: PlanRequest, effort: Effort | None) -> Plan:
     """The fleet's best exact pipeline, which is that of all rules that replicas may have."""
-    alone = _alone(request)
-    if request.twins is None:
-        return make_plan(alone, effort)
     workers = tuple(device.worker for device in request.fleet.devices)
     asked = effort, request.standbys, request.training.n_micro, request.training.blocks, workers
-    return request.twins.once(asked, lambda: make_plan(alone, effort))
+    return request.memory.once(asked, lambda: make_plan(_alone(request), effort))
 
 
 def _planned(request: PlanRequest, ways: Sequence[Parts], effort: Effort | None) -> list[Plan]:
@@ -422,11 +415,20 @@ def devices_named(partitioner: str) -> int:
     that it will refuse."""
     if not partitioner.startswith(GIVEN_CUT):
         return 1
-    cuts = (part.partition(SHARE)[0] for part in partitioner.removeprefix(GIVEN_CUT).split(BETWEEN))
     try:
-        return sum(len(set(given_pieces(cut)[1])) for cut in cuts)
+        return sum(_stages_of(cut) for cut, _ in _given_texts(partitioner))
     except UsageError:
         return 1
+
+
+def _given_texts(partitioner: str) -> list[tuple[str, str]]:
+    """Return the cut of each replica that is given, and the number of its micro-batches, "" where none is."""
+    parts = (part.partition(SHARE) for part in partitioner.removeprefix(GIVEN_CUT).split(BETWEEN))
+    return [(cut, share) for cut, _, share in parts]
+
+
+def _stages_of(cut: str) -> int:
+    return len(set(given_pieces(cut)[1]))
 
 
 def _given_parts(request: PlanRequest) -> tuple[Parts, list[int], list[str]]:
@@ -436,13 +438,7 @@ def _given_parts(request: PlanRequest) -> tuple[Parts, list[int], list[str]]:
     Each has as many micro-batches as it names, or an equal share of the blocks. UsageError for shares that
     are none, PlanError while there are fewer devices than stages.
     """
-    text = request.partitioner.removeprefix(GIVEN_CUT)
-    cuts: list[str] = []
-    counts: list[str] = []
-    for piece in text.split(BETWEEN):
-        starts, _, share = piece.partition(SHARE)
-        cuts.append(starts)
-        counts.append(share)
+    cuts, counts = zip(*_given_texts(request.partitioner), strict=True)
     training = request.training
     if training.local_exchange is not None:  # peers share a step out as they like
         training = replace(training, blocks=training.n_micro)
@@ -468,7 +464,7 @@ def _given_parts(request: PlanRequest) -> tuple[Parts, list[int], list[str]]:
     free = [device.worker for device in request.fleet.devices]
     parts = []
     for starts in cuts:
-        count = len(set(given_pieces(starts)[1]))
+        count = _stages_of(starts)
         parts.append(tuple(free[:count]))
         if len(parts[-1]) < count:
             raise PlanError(
