@@ -12,7 +12,7 @@ members, and an envelope ``FromStage[Loaded]`` what it carries: the key is ``(ph
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -20,6 +20,13 @@ StateT = TypeVar("StateT")
 EventT = TypeVar("EventT")
 ResultT = TypeVar("ResultT")
 More = ParamSpec("More")
+TodoT = TypeVar("TodoT")
+
+
+def first(todo: Iterable[TodoT], outcome: tuple[StateT, list[TodoT]]) -> tuple[StateT, list[TodoT]]:
+    """Return a machine's outcome, with what is to be done before the rest of it."""
+    state, rest = outcome
+    return state, [*todo, *rest]
 
 
 class Transitions(

@@ -15,7 +15,7 @@ import math
 from dataclasses import replace
 
 from atoll.federated import ConsentWord as Word
-from atoll.transitions import Transitions
+from atoll.transitions import Transitions, first
 from coordinator.federated import population
 from coordinator.federated.kinds.choice import round_of
 from coordinator.federated.kinds.round import (
@@ -247,14 +247,12 @@ def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> 
         gateways=message.gateways,
     )
     if client.roster and (wrong := population.misfit(state, client)) is not None:
-        after, todo = _without(
-            with_client(state, replace(client, loaded=False, out=wrong)), worker, wrong, now_s
-        )
-        return after, [Let(worker, wrong), *todo]
+        unfit = with_client(state, replace(client, loaded=False, out=wrong))
+        return first([Let(worker, wrong)], _without(unfit, worker, wrong, now_s))
     here = with_client(state, client)
     found = round_of(here)
     word = found.verdict(here, worker)
-    todo = [] if word is None else [Say(worker, word)]
+    todo: list[Todo] = [] if word is None else [Say(worker, word)]
     if here.phase is Phase.TRAINING or (found.flows and here.phase is Phase.AGGREGATING):
         if found.awaits(here, worker):
             todo.append(Say(worker, due_message(here, worker, now_s)))
@@ -263,8 +261,7 @@ def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> 
     elif here.phase is Phase.EVALUATING and worker in here.asked:
         todo.append(Say(worker, evaluate_message(here, worker, now_s)))
     elif here.phase in GATHERS:
-        gathered, more = gather(here, now_s)
-        return gathered, [*todo, *more]
+        return first(todo, gather(here, now_s))
     return here, todo
 
 
@@ -284,8 +281,8 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
     reason = f"failed: {report.reason}"
     if report.during == "load":
         client = not_loaded(client, report.reason, now_s)
-        after, todo = _without(with_client(state, client), event.worker, reason, now_s)
-        return after, [Let(event.worker, client.out), *todo]
+        gone = with_client(state, client)
+        return first([Let(event.worker, client.out)], _without(gone, event.worker, reason, now_s))
     found = round_of(state)
     due = found.flight(state, event.worker).round if found.awaits(state, event.worker) else state.round
     evaluates = event.worker in state.asked and report.round == state.asked_round
@@ -297,8 +294,7 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
     if not found.awaits(state, event.worker):
         return state, [Dropped(f"{event.worker} failed, but no update of it is awaited")]
     struck, let = strike(state, event.worker, reason)
-    after, todo = _without(struck, event.worker, reason, now_s)
-    return after, [*let, *todo]
+    return first(let, _without(struck, event.worker, reason, now_s))
 
 
 def _without(state: FederationState, worker: str, reason: str, now_s: float) -> Outcome:
@@ -308,8 +304,8 @@ def _without(state: FederationState, worker: str, reason: str, now_s: float) -> 
         return _went_on(state, found.without(state, worker, reason), now_s)
     if state.phase is Phase.EVALUATING and worker in state.asked:
         less = replace(state, asked=state.asked - {worker})
-        after, more = evaluated_if_complete(less, now_s)
-        return after, [Without(state.round, worker, f"evaluation: {reason}"), *more]
+        said = Without(state.round, worker, f"evaluation: {reason}")
+        return first([said], evaluated_if_complete(less, now_s))
     if state.phase in GATHERS:
         return gather(state, now_s)
     return state, []
@@ -320,8 +316,7 @@ def _went_on(before: FederationState, after: Outcome, now_s: float) -> Outcome:
     state, todo = after
     if state is before:
         return after
-    on, more = go_on(state, now_s)
-    return on, [*todo, *more]
+    return first(todo, go_on(state, now_s))
 
 
 # ---------------------------------------------------------------- consent
@@ -348,8 +343,7 @@ def _consent(state: FederationState, event: FromClient[ConsentSaid], now_s: floa
     if not client.present and client.consent is said.word:  # said again, after a reconnection
         return with_client(state, told), []
     why = "its data owner was asked" if said.word is Word.AWAITED else said.reason
-    after, todo = _without(with_client(state, told), worker, why, now_s)
-    return after, [news, *todo]
+    return first([news], _without(with_client(state, told), worker, why, now_s))
 
 
 # ---------------------------------------------------------------- updates
@@ -420,14 +414,13 @@ def _aggregated(state: FederationState, event: Aggregated, now_s: float) -> Outc
         todo += [*let, *said]
     if event.state is None or event.model is None:
         refused: list[Todo] = [
-            Say(w, RoundTaken(state.job, state.round, False, why))
-            for w, why in sorted(event.dropped.items())
-            if w in state.clients
+            Say(name, RoundTaken(state.job, state.round, False, wrong))
+            for name, wrong in sorted(event.dropped.items())
+            if name in state.clients
         ]
-        after, more = repeat(state, event.void or f"{found.arrived(state)} updates can be counted")
-        return after, [*todo, *refused, Forget(blobs), *more]
-    closed, more = close_summed(state, event, blobs, now_s)
-    return closed, [*todo, *more]
+        why = event.void or f"{found.arrived(state)} updates can be counted"
+        return first([*todo, *refused, Forget(blobs)], repeat(state, why))
+    return first(todo, close_summed(state, event, blobs, now_s))
 
 
 # ---------------------------------------------------------------- evaluation
@@ -474,8 +467,7 @@ def _centrally_evaluated(state: FederationState, event: CentrallyEvaluated, now_
         told = [Record(found), *evaluation_points("eval", found)]
     if state.phase is not Phase.EVALUATING:
         return heard, told
-    after, todo = evaluated_if_complete(heard, now_s)
-    return after, [*told, *todo]
+    return first(told, evaluated_if_complete(heard, now_s))
 
 
 # ---------------------------------------------------------------- time, interruptions and ends
@@ -494,13 +486,11 @@ def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
         return deal(state, now_s) if waits else (state, [])
     if state.phase is Phase.TRAINING:
         late, said = round_of(state).expired(state, now_s)
-        after, more = close(late, now_s)
-        return after, [*said, *more]
+        return first(said, close(late, now_s))
     if state.phase is Phase.EVALUATING:
         todo: list[Todo] = [Without(state.round, name, "evaluation: late") for name in sorted(state.asked)]
         central = state.central and not waits_for_owner(state)
-        after, more = evaluated_if_complete(replace(state, asked=frozenset(), central=central), now_s)
-        return after, [*todo, *more]
+        return first(todo, evaluated_if_complete(replace(state, asked=frozenset(), central=central), now_s))
     return state, []
 
 
@@ -511,10 +501,8 @@ def _flow_tick(state: FederationState, now_s: float) -> Outcome:
     less, todo = round_of(state).expired(state, now_s)
     if state.asked and now_s >= state.due_s:
         todo += [Without(state.asked_round, name, "evaluation: late") for name in sorted(state.asked)]
-        less, more = evaluated_if_complete(replace(less, asked=frozenset()), now_s)
-        return less, [*todo, *more]
-    after, more = go_on(less, now_s)
-    return after, [*todo, *more]
+        return first(todo, evaluated_if_complete(replace(less, asked=frozenset()), now_s))
+    return first(todo, go_on(less, now_s))
 
 
 @TRANSITIONS.on(*_WAITING, *sorted(GATHERS))
@@ -526,18 +514,12 @@ def _wait(state: FederationState, event: Waits, now_s: float) -> Outcome:
 def _interrupt(state: FederationState, event: Interrupted, now_s: float) -> Outcome:
     """The round in flight begins again afterwards; clients that have their update answer with it."""
     paused = replace(
-        state,
+        state.between_rounds,
         phase=Phase.PAUSED,
         reason=f"{event.reason}; continues at round {state.round + 1}",
         opened=False,
-        chosen=(),
-        cohort=None,
-        secure=None,
-        sites=None,
-        orders={},
         updates=state.updates if round_of(state).flows else {},  # what was taken is in the journal
         flights={},
-        dropped={},
         asked=frozenset(),
         central=False,
         clients={name: replace(client, loaded=False) for name, client in state.clients.items()},

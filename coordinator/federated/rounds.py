@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from atoll.backoff import doubled_s
 from atoll.federated import ConsentWord as Word
 from atoll.secure import LEAST_MEMBERS
+from atoll.transitions import first
 from coordinator.federated import flow, population
 from coordinator.federated.kinds.choice import round_of
 from coordinator.federated.kinds.round import Outcome
@@ -384,22 +385,10 @@ def repeat(state: FederationState, reason: str) -> Outcome:
     ]
     if state.updates:
         todo.append(Forget((*(u.update for u in state.updates.values()), *sorted(sites.blobs(state)))))
-    again = replace(
-        state,
-        updates={},
-        dropped={},
-        chosen=(),
-        cohort=None,
-        secure=None,
-        sites=None,
-        orders={},
-        repeats=state.repeats + 1,
-    )
+    again = replace(state.between_rounds, updates={}, repeats=state.repeats + 1)
     if again.repeats > MAX_REPEATS and len(again.members) >= least(state):
-        failed, more = end(
-            again, Phase.FAILED, f"round {state.round + 1} failed {again.repeats} times ({told}): {reason}"
-        )
-        return failed, [*todo, *more]
+        failed = f"round {state.round + 1} failed {again.repeats} times ({told}): {reason}"
+        return first(todo, end(again, Phase.FAILED, failed))
     waiting = replace(again, phase=Phase.GATHERING, reason=f"{why} ({told})" if told else why)
     # The next tick begins it, so that a failure cannot turn in circles within one event.
     return replace(waiting, hold_until_s=0.0), todo
@@ -437,19 +426,13 @@ def close_summed(
     else:
         state = replace(state, updates={}, told={})
     after = replace(
-        state,
+        state.between_rounds,
         round=state.round + 1,
         state=made.hash,
         model=Model(model, event.delta, before.full.hash if event.delta is not None else ""),
         selector=selector,
         clients=clients,
         verdicts=verdicts,
-        dropped={},
-        chosen=(),
-        cohort=None,
-        secure=None,
-        sites=None,
-        orders={},
         repeats=0,
         failures=0,
         loss=fact.loss,
@@ -470,8 +453,7 @@ def close_summed(
     used.append(before.full.hash)  # which stays while a fact names it: that of round 0 none does
     todo.append(Forget(tuple(dict.fromkeys(used))))
     todo += round_points(state, fact)
-    settled, more = evaluate(after, now_s)
-    return settled, [*todo, *more]
+    return first(todo, evaluate(after, now_s))
 
 
 def evaluate(state: FederationState, now_s: float) -> Outcome:
@@ -538,8 +520,7 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
     """Go on once every evaluation is there that the next round must wait for."""
     if round_of(state).flows and state.phase is not Phase.EVALUATING:
         after, todo = (state, list[Todo]()) if state.asked else assessed(state)
-        after, more = go_on(after if state.asked else replace(after, told={}), now_s)
-        return after, [*todo, *more]
+        return first(todo, go_on(after if state.asked else replace(after, told={}), now_s))
     if state.asked or waits_for_owner(state):
         return state, []
     if state.asking and len(state.members) < least(state):  # those who were asked are gone
@@ -558,15 +539,11 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
 def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
     """The job is over: everybody may go."""
     ended = replace(
-        state,
+        state.between_rounds,
         phase=phase,
         reason=reason,
         opened=False,
-        chosen=(),
-        cohort=None,
-        secure=None,
-        sites=None,
-        orders={},
+        dropped=state.dropped,
         updates={},
         taken={},
         flights={},

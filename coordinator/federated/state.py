@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from atoll.federated import ConsentWord as Word
@@ -387,6 +387,11 @@ class FederationState:
     def ready(self) -> tuple[str, ...]:
         """Clients that can take part now."""
         return tuple(sorted(name for name, client in self.clients.items() if client.ready))
+
+    @property
+    def between_rounds(self) -> FederationState:
+        """The same without what is of the round in flight alone."""
+        return replace(self, chosen=(), cohort=None, secure=None, sites=None, orders={}, dropped={})
 
     @property
     def members(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from atoll.job import CHECKPOINT_EVERY_S
 from atoll.step_loss import StepLoss
-from atoll.transitions import Transitions
+from atoll.transitions import Transitions, first
 from coordinator.messages import peer_tensors
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import (
@@ -317,8 +317,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         todo.append(Point(done, "step_s", took_s))
     if training.optimizer.clip_norm is not None and norms and found.weight:
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms)) / found.weight))
-    settled, more = _settle(relink.begun(committed))
-    return settled, todo + more
+    return first(todo, _settle(relink.begun(committed)))
 
 
 def _said(
@@ -354,8 +353,7 @@ def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
             f"{doubt.said}, and again when the step was repeated; the last good checkpoint is of step "
             f"{state.checkpoint.step}; lower the learning rate or set a clip norm, then submit with --resume"
         )
-        ended, todo = _end(state, Phase.FAILED, reason)
-        return ended, [discard, *todo]
+        return first([discard], _end(state, Phase.FAILED, reason))
     reason = f"{doubt.said}; done again, without {doubt.suspects[0]} if the fleet can spare it"
     return replace(state, doubt=doubt, run=replace(state.run, ready={})), [discard, Redo(reason)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from atoll.transitions import first
 from coordinator.federated.kinds.round import Outcome, Round, drop, forgotten, strike, with_client
 from coordinator.federated.sites import gathering as sites
 from coordinator.federated.state import FederationState, Order, Todo
@@ -80,8 +81,7 @@ class SiteRound(Round):
         if not host.rows.keys() <= {*order.clients}:
             wrong = f"a sum with {sorted(host.rows.keys() - {*order.clients})[:3]}, who are not of its site"
             struck, let = strike(heard, gateway, wrong)
-            after, said = self._apart(struck, order.clients, wrong)
-            return after, [*let, *forgotten(state, update), *said]
+            return first([*let, *forgotten(state, update)], self._apart(struck, order.clients, wrong))
         heard = sites.taken(heard, gateway, update)
         missing = [name for name in order.clients if name not in host.rows]
         after, said = self._apart(heard, missing, f"not in the sum of {gateway}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from atoll.transitions import first
 from coordinator.federated import cohorts, population
 from coordinator.federated.kinds.round import (
     MAX_FIGURE,
@@ -75,8 +76,7 @@ class PopulationRound(Round):
             wrong = impossible(client, update) or population.impossible(client, answer, MAX_FIGURE)
             if wrong is not None:
                 struck, let = strike(state, worker, wrong)
-                less, said = self.without(struck, worker, wrong)
-                return less, [*let, *forget, *said]
+                return first([*let, *forget], self.without(struck, worker, wrong))
             client = measured(client, update, now_s - order.begun_s)
         return with_client(heard, holding(client, state)), []
 
