@@ -38,7 +38,6 @@ from coordinator.storage.health import Health
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.promises import Promises
 from coordinator.storage.run_log import Logs, Point, RunLogs
-from protos import telemetry
 from protos.telemetry import Event as Name
 
 BATCH = 256
@@ -378,6 +377,10 @@ class Shell:
             self.logged.set()
             self.logged = asyncio.Event()
 
+    def note(self, event: Name, level: str = "info", **fields: Any) -> None:
+        """Write a line of the coordinator's own to both logs, of no job."""
+        self.say(event.value, level, "", "coordinator", fields, self.clock())
+
     def _with_names(self, fields: Mapping[str, Any], source: str) -> dict[str, Any]:
         """Fields of a log line in whose words workers are named; beside a worker's id stands its name."""
         roster = self.scheduler.roster.workers
@@ -410,14 +413,7 @@ class Shell:
             if not going:
                 return
             freed = await asyncio.to_thread(self.blobs.delete, going, self.promises.stands)
-        self.say(
-            telemetry.Event.BLOBS_DELETED,
-            "debug",
-            "",
-            "coordinator",
-            {"blobs": len(going), "freed_bytes": freed},
-            self.clock(),
-        )
+        self.note(Name.BLOBS_DELETED, "debug", blobs=len(going), freed_bytes=freed)
 
     async def drop_files(self, job: str) -> None:
         """Delete the files of a job that has ended, and its figures."""

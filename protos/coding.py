@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from operator import attrgetter
 from types import NoneType, UnionType
@@ -86,6 +86,28 @@ def write(value: Any, kind: type[Any]) -> Any:
         return kind(**fields_of(value, kind.DESCRIPTOR))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{type(value).__name__}: {error}; a number has at most 64 bits") from None
+
+
+def plain(message: Message, scalar: Read = lambda value: value) -> dict[str, Any]:
+    """Return a message as values under its own field names; an unset optional is None. ``scalar``: what is to
+    stand for a value that is no message."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        shown = scalar if field.message_type is None else partial(plain, scalar=scalar)
+        if field.is_repeated:
+            found[field.name] = [shown(each) for each in value]
+        else:
+            absent = field.has_presence and not message.HasField(field.name)
+            found[field.name] = None if absent else shown(value)
+    return found
+
+
+def alike(value: Any, kind: type[Any], **others: Any) -> Any:
+    """Return the message of this class whose fields are a value's of the same names, but for ``others``.
+    AttributeError for a field that the value lacks."""
+    names = (field.name for field in kind.DESCRIPTOR.fields if field.name not in others)
+    return kind(**{name: getattr(value, name) for name in names}, **others)
 
 
 def stable_bytes(message: Message) -> bytes:

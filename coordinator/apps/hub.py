@@ -249,7 +249,7 @@ class AppDesk:
                         # A large file takes a while to go, and nobody waits for it.
                         asyncio.get_running_loop().run_in_executor(None, self.parts.delete, files)
                 case state.Say(event, level, fields):
-                    self._shell.say(event.value, level, "", "coordinator", fields, self.now_s())
+                    self._shell.note(event, level, **fields)
 
     def _tell_owner(self, run: int, message: pb.ToApp) -> None:
         box = self._owners.get(run)

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import Message
-
 from coordinator.dashboard.model import Row, View, number
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
+from protos import coding
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
     from coordinator.dashboard.curves import Seen
 
 MAX_WORKERS = 5_000
@@ -39,21 +40,10 @@ _MEASURED = ("loss", "eval_loss", "best_eval_loss", "step_s", "samples_per_s", "
 
 def plain(message: Message) -> dict[str, Any]:
     """A message as JSON-ready values under its own field names; an unset optional is None."""
-    found: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.is_repeated:
-            found[field.name] = [_value(item) for item in value]
-        elif field.has_presence and not message.HasField(field.name):
-            found[field.name] = None
-        else:
-            found[field.name] = _value(value)
-    return found
+    return coding.plain(message, _value)
 
 
 def _value(value: Any) -> Any:
-    if isinstance(value, Message):
-        return plain(value)
     if isinstance(value, bytes):
         return value.hex()
     return number(value) if isinstance(value, float) else value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from coordinator.notebook import html
 from protos import atoll_control_pb2 as pb
@@ -76,22 +77,14 @@ class Progress:
 
 def progress_of(update: pb.JobUpdate) -> Progress:
     """Return an update of the coordinator as a Progress."""
-    return Progress(
-        job=update.job,
-        name=update.name,
-        state=update.state,
-        reason=update.reason,
-        step=update.step,
-        steps=update.steps,
-        loss=update.loss if update.HasField("loss") else None,
-        eval_loss=update.eval_loss if update.HasField("eval_loss") else None,
-        best_eval_loss=update.best_eval_loss if update.HasField("best_eval_loss") else None,
-        step_s=update.step_s if update.HasField("step_s") else None,
-        samples_per_s=update.samples_per_s if update.HasField("samples_per_s") else None,
-        eta_s=update.eta_s if update.HasField("eta_s") else None,
-        checkpoint_step=update.checkpoint_step,
-        points=tuple(Point(p.step, p.name, p.value, p.time_s) for p in update.metrics),
-    )
+    names = (field.name for field in fields(Progress) if field.name != "points")
+    points = tuple(Point(p.step, p.name, p.value, p.time_s) for p in update.metrics)
+    return Progress(**{name: _known(update, name) for name in names}, points=points)
+
+
+def _known(update: pb.JobUpdate, name: Any) -> Any:
+    absent = update.DESCRIPTOR.fields_by_name[name].has_presence and not update.HasField(name)
+    return None if absent else getattr(update, name)
 
 
 def _figure(value: float | None, form: str) -> str:

@@ -71,52 +71,38 @@ class Exporter:
         roster = list(scheduler.roster.workers.values())
         # Every state has its series from the start, nothing in it is a zero: a rate or an alert needs both.
         workers = Count(w.member.phase for w in roster)
-        yield _gauge(telemetry.WORKERS, {phase.value: workers[phase] for phase in member.Phase})
+        yield _family(telemetry.WORKERS, {phase.value: workers[phase] for phase in member.Phase})
         phases = Count(job.phase for job in jobs)
-        yield _gauge(telemetry.JOBS, {phase.value: phases[phase] for phase in job_state.Phase})
-        steps = CounterMetricFamily(telemetry.STEPS.name, telemetry.STEPS.help, labels=["job"])
-        for job in jobs:
-            steps.add_metric([job.job], job.step)
-        yield steps
+        yield _family(telemetry.JOBS, {phase.value: phases[phase] for phase in job_state.Phase})
+        yield _family(telemetry.STEPS, {job.job: job.step for job in jobs})
         ledger = scheduler.ledger
         held = {name: job.last_checkpoint.step for name, job in list(ledger.jobs.items())}
         worked = totals(ledger.credits, held)
-        yield _gauge(telemetry.CREDIT_STEPS, {kind: work.steps for kind, work in worked.items()})
-        yield _gauge(telemetry.CREDIT_SECONDS, {kind: w.computed_ms / 1e3 for kind, w in worked.items()})
+        yield _family(telemetry.CREDIT_STEPS, {kind: work.steps for kind, work in worked.items()})
+        yield _family(telemetry.CREDIT_SECONDS, {kind: w.computed_ms / 1e3 for kind, w in worked.items()})
         measured = {kind: work.energy_mj / 1e3 for kind, work in worked.items() if work.energy_mj}
-        yield _gauge(telemetry.CREDIT_ENERGY, measured)
-        yield _gauge(telemetry.LOSS, {j.job: j.loss for j in jobs if j.loss is not None})
-        yield _gauge(telemetry.STEP_SECONDS, {j.job: j.median_step_s for j in jobs if j.median_step_s})
+        yield _family(telemetry.CREDIT_ENERGY, measured)
+        yield _family(telemetry.LOSS, {j.job: j.loss for j in jobs if j.loss is not None})
+        yield _family(telemetry.STEP_SECONDS, {j.job: j.median_step_s for j in jobs if j.median_step_s})
         commits = {job.job: self._shell.commit_median_s(job.job) for job in jobs}
-        yield _gauge(telemetry.COMMIT_SECONDS, {job: s for job, s in commits.items() if s is not None})
+        yield _family(telemetry.COMMIT_SECONDS, {job: s for job, s in commits.items() if s is not None})
         drivers = ((job.job, scheduler.driver_of(job.job)) for job in jobs)
         states = (driver.jobs.get(name) for name, driver in drivers if isinstance(driver, FederatedDriver))
         yield from federated_metrics(state for state in states if state is not None)
-        rates = GaugeMetricFamily(
-            telemetry.LINK_RATE.name, telemetry.LINK_RATE.help, labels=["source", "target"]
-        )
         names = distinct(names_of(scheduler.roster))
-        for pair, link in list(scheduler.roster.links.table.estimates.items()):
-            rates.add_metric([names.get(worker, worker) for worker in pair], link.bandwidth_bps)
-        yield rates
+        links = list(scheduler.roster.links.table.estimates.items())
+        rates = {(names.get(a, a), names.get(b, b)): link.bandwidth_bps for (a, b), link in links}
+        yield _family(telemetry.LINK_RATE, rates)
         yield self._ratios()
         yield from relay_metrics(self._relay)
         health = self._shell.health.now()
-        for metric, figure in (
-            (telemetry.LAG_SECONDS, health.lag_s),
-            (telemetry.APPEND_SECONDS, health.append_s),
-            (telemetry.DISK_FREE, health.disk_free_bytes),
-        ):
-            yield GaugeMetricFamily(metric.name, metric.help, figure)
-        dropped = CounterMetricFamily(telemetry.DROPPED.name, telemetry.DROPPED.help, labels=["kind"])
-        for kind, number in list(scheduler.effects.dropped.items()):
-            dropped.add_metric([kind], number)
-        yield dropped
+        yield _family(telemetry.LAG_SECONDS, {(): health.lag_s})
+        yield _family(telemetry.APPEND_SECONDS, {(): health.append_s})
+        yield _family(telemetry.DISK_FREE, {(): health.disk_free_bytes})
+        yield _family(telemetry.DROPPED, dict(scheduler.effects.dropped))
 
     def _ratios(self) -> Metric:
-        found = GaugeMetricFamily(
-            telemetry.LINK_RATIO.name, telemetry.LINK_RATIO.help, labels=list(telemetry.LINK_RATIO.labels)
-        )
+        found: dict[tuple[str, ...], float] = {}
         scheduler = self._shell.scheduler
         names = distinct(names_of(scheduler.roster))
         for job in list(scheduler.jobs.values()):
@@ -125,8 +111,8 @@ class Exporter:
                     if link.dense_bytes_per_step:
                         ratio = link.dense_bytes_per_step / link.bytes_per_step
                         ends = [names.get(worker, worker) for worker in (link.source, link.target)]
-                        found.add_metric([*ends, link.codec], ratio)
-        return found
+                        found[(*ends, link.codec)] = ratio
+        return _family(telemetry.LINK_RATIO, found)
 
     def close(self) -> None:
         """Stop serving."""
@@ -146,17 +132,10 @@ class RelayExporter:
 
 def relay_metrics(relay: Book[Any]) -> Iterable[Metric]:
     """What a relay has passed and refused, and who is there."""
-    passed = CounterMetricFamily(telemetry.RELAY_BYTES.name, telemetry.RELAY_BYTES.help)
-    passed.add_metric([], relay.joined_bytes)
-    yield passed
+    yield _family(telemetry.RELAY_BYTES, {(): relay.joined_bytes})
     waiting = relay.waiting
-    yield _gauge(telemetry.RELAY_CONNECTIONS, {"waiting": waiting, "joined": relay.connections - waiting})
-    refused = CounterMetricFamily(
-        telemetry.RELAY_REFUSED.name, telemetry.RELAY_REFUSED.help, labels=["cause"]
-    )
-    for cause in CAUSES:
-        refused.add_metric([cause], relay.refused[cause])
-    yield refused
+    yield _family(telemetry.RELAY_CONNECTIONS, {"waiting": waiting, "joined": relay.connections - waiting})
+    yield _family(telemetry.RELAY_REFUSED, {cause: relay.refused[cause] for cause in CAUSES})
 
 
 def federated_metrics(states: Iterable[FederationState]) -> Iterable[Metric]:
@@ -164,30 +143,32 @@ def federated_metrics(states: Iterable[FederationState]) -> Iterable[Metric]:
 
     Of a private job rounds and epsilon alone: the others would tell who took part in a round.
     """
-    rounds = CounterMetricFamily(
-        telemetry.ROUNDS.name, telemetry.ROUNDS.help, labels=list(telemetry.ROUNDS.labels)
-    )
-    clients, seconds, epsilon = (
-        GaugeMetricFamily(metric.name, metric.help, labels=list(metric.labels))
-        for metric in (telemetry.ROUND_CLIENTS, telemetry.ROUND_SECONDS, telemetry.EPSILON)
-    )
+    rounds, seconds, epsilon = dict[str, float](), dict[str, float](), dict[str, float]()
+    clients: dict[tuple[str, ...], float] = {}
     for state in states:
-        rounds.add_metric([state.job], state.round)
+        rounds[state.job] = state.round
         privacy, last = state.federated.rule.privacy, state.last
         if privacy is not None:
-            epsilon.add_metric([state.job], state.spent.epsilon(privacy.delta)[0])
+            epsilon[state.job] = state.spent.epsilon(privacy.delta)[0]
         elif last is not None:
             answered = sum(len(entry.get("clients", (name,))) for name, entry in last.participants.items())
             refused = len(last.dropped)
             found = {"asked": answered + refused, "answered": answered, "refused": refused}
-            for outcome, number in found.items():
-                clients.add_metric([state.job, outcome], number)
-            seconds.add_metric([state.job], last.took_s)
-    return rounds, clients, seconds, epsilon
+            clients |= {(state.job, outcome): number for outcome, number in found.items()}
+            seconds[state.job] = last.took_s
+    yield _family(telemetry.ROUNDS, rounds)
+    yield _family(telemetry.ROUND_CLIENTS, clients)
+    yield _family(telemetry.ROUND_SECONDS, seconds)
+    yield _family(telemetry.EPSILON, epsilon)
 
 
-def _gauge(metric: telemetry.Metric, values: Mapping[str, float | None]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(metric.name, metric.help, labels=list(metric.labels))
-    for label, value in values.items():
-        family.add_metric([label], float(value or 0.0))
+def _family(
+    metric: telemetry.Metric, values: Mapping[Any, float | None]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    """Return a metric with its values by label, or by a tuple of labels where it has several or none; None
+    counts 0. One whose name ends in total is a counter."""
+    kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=list(metric.labels))
+    for labels, value in values.items():
+        family.add_metric([labels] if isinstance(labels, str) else list(labels), float(value or 0.0))
     return family

@@ -49,8 +49,7 @@ class Tokens:
         record = Record(Event.TOKEN_CREATED, now_s, payload)
         shell.journal.append([record])
         self._register.apply(record)
-        fields = {"token": payload["id"], "name": name}
-        shell.say(Event.TOKEN_CREATED.value, "info", "", "coordinator", fields, now_s)
+        shell.note(Event.TOKEN_CREATED, token=payload["id"], name=name)
         return self._register.tokens[payload["id"]]
 
     def owner_token(self) -> str | None:

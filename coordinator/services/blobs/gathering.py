@@ -215,21 +215,15 @@ class Gathering:
         for gather in self._gathers:
             if gather.asks.pop(worker, None) is not None:
                 gather.left_out.add(worker)
-        fields = {"worker": worker, "reason": reason[:500]}
-        shell = self._shell
-        shell.say(Event.WEIGHTS_NOT_SENT, "warning", "", "coordinator", fields, shell.clock())
+        self._shell.note(Event.WEIGHTS_NOT_SENT, "warning", worker=worker, reason=reason[:500])
         self._news.set()
 
     def _say_end(self, gather: _Gather, seen: _Seen) -> None:
         if not gather.coming:
             return
-        progress, shell = _progress(gather, seen), self._shell
-        fields = {
-            "blobs": len(gather.coming),
-            "bytes": progress.done_bytes,
-            "not_sent_bytes": progress.total_bytes - progress.done_bytes,
-        }
-        shell.say(Event.WEIGHTS_GATHERED, "info", "", "coordinator", fields, shell.clock())
+        at, blobs = _progress(gather, seen), len(gather.coming)
+        lacking = at.total_bytes - at.done_bytes
+        self._shell.note(Event.WEIGHTS_GATHERED, blobs=blobs, bytes=at.done_bytes, not_sent_bytes=lacking)
 
 
 def _progress(gather: _Gather, seen: _Seen) -> Progress:

@@ -30,8 +30,7 @@ async def sweep(shell: Shell) -> tuple[int, int]:
     swept, freed = await asyncio.to_thread(shell.blobs.sweep, keep, before_s)
     swept, freed = swept + len(stale), freed + spent
     if swept:
-        fields = {"blobs": swept, "freed_bytes": freed, "reason": "nothing needed them"}
-        shell.say(Event.BLOBS_DELETED, "info", "", "coordinator", fields, shell.clock())
+        shell.note(Event.BLOBS_DELETED, blobs=swept, freed_bytes=freed, reason="nothing needed them")
     return swept, freed
 
 
@@ -41,6 +40,5 @@ async def sweep_for_ever(shell: Shell) -> None:
         try:
             await sweep(shell)
         except OSError as error:  # a disk that refuses now is asked again later
-            fields = {"reason": f"no sweep of the blob store: {error}"}
-            shell.say(Event.STORAGE_FAILED, "warning", "", "coordinator", fields, shell.clock())
+            shell.note(Event.STORAGE_FAILED, "warning", reason=f"no sweep of the blob store: {error}")
         await asyncio.sleep(EVERY_S)

@@ -352,7 +352,7 @@ class OwnerService(rpc.OwnerServicer):
             raise UsageError(f"no token {request.id[:80]!r}; `atoll token list` shows them")
         self._did(context, "revoke token", token=request.id)
         self._write(Record(Event.TOKEN_REVOKED, self._shell.clock(), {"id": request.id}))
-        self._say(Event.TOKEN_REVOKED, token=request.id)
+        self._shell.note(Event.TOKEN_REVOKED, token=request.id)
         return pb.Empty()
 
     async def Kick(self, request: pb.KickRequest, context: Context) -> pb.Empty:  # noqa: N802
@@ -374,7 +374,7 @@ class OwnerService(rpc.OwnerServicer):
         self._did(context, "forget", worker=worker)
         payload = {"worker": worker, "reason": "forgotten", "for_good": True, "forgotten": True}
         self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
-        self._say(Event.WORKER_FORGOTTEN, worker=worker)
+        self._shell.note(Event.WORKER_FORGOTTEN, worker=worker)
         # Peers may hold its certificate for good until they hear of it.
         await self._shell.ask(ev.KickAsked(worker, "forgotten by the owner", True))
         return pb.Empty()
@@ -455,9 +455,6 @@ class OwnerService(rpc.OwnerServicer):
         self._shell.journal.append([record])
         self._register.apply(record)
 
-    def _say(self, event: Event, **fields: Any) -> None:
-        self._shell.say(event.value, "info", "", "coordinator", fields, self._shell.clock())
-
 
 def _behind(register: Register, authority: Authorities) -> list[str]:
     """Workers that may come but hold no certificate of the newest authority."""
@@ -496,13 +493,8 @@ def _inquiry_spec(request: pb.PlanRequest, training: TrainingSpec) -> JobSpec:
 
 
 def _owner_info(owner: Owner) -> pb.OwnerInfo:
-    quota = owner.quota
-    return pb.OwnerInfo(
-        name=owner.name,
-        role=owner.role,
-        created_s=owner.created_s,
-        quota=pb.OwnerQuota(workers=quota.workers, jobs=quota.jobs, weight=quota.weight),
-    )
+    info: pb.OwnerInfo = coding.alike(owner, pb.OwnerInfo, quota=coding.alike(owner.quota, pb.OwnerQuota))
+    return info
 
 
 def _at_owner(spec: JobSpec, roster: Roster, graphs: Graphs) -> JobSpec:
@@ -524,12 +516,5 @@ def _quota(said: pb.OwnerQuota) -> Quota:
 
 
 def _token_info(token: Token) -> pb.TokenInfo:
-    return pb.TokenInfo(
-        id=token.id,
-        name=token.name,
-        created_s=token.created_s,
-        expires_s=token.expires_s,
-        uses=token.uses,
-        max_uses=token.max_uses,
-        revoked=token.revoked,
-    )
+    info: pb.TokenInfo = coding.alike(token, pb.TokenInfo)
+    return info

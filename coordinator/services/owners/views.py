@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from coordinator.storage.run_log import Point
 
 
+DEVICE = (
+    *("kind", "model", "threads", "memory_bytes", "own_memory_bytes", "processes", "instructions"),
+    *("platform", "torch_version", "python_version", "atoll_version"),
+)
+"""Facts of a worker's device that owners see, beside the memory that it lends."""
 MAX_CREDITS = 20_000  # rows of one answer, the newest days
 
 
@@ -228,21 +233,8 @@ def _stage_of(scheduler: Scheduler, member: Member) -> int:
 
 
 def _device(worker: Worker) -> pb.DeviceFacts:
-    i = worker.introduction
-    return pb.DeviceFacts(
-        kind=i.kind,
-        model=i.model,
-        threads=i.threads,
-        memory_bytes=i.memory_bytes,
-        memory_limit_bytes=worker.memory_limit_bytes,
-        torch_version=i.torch_version,
-        python_version=i.python_version,
-        atoll_version=i.atoll_version,
-        platform=i.platform,
-        instructions=i.instructions,
-        own_memory_bytes=i.own_memory_bytes,
-        processes=i.processes,
-    )
+    said = {name: getattr(worker.introduction, name) for name in DEVICE}
+    return pb.DeviceFacts(memory_limit_bytes=worker.memory_limit_bytes, **said)
 
 
 def _gflops(scheduler: Scheduler, name: str) -> float:

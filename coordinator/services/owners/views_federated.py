@@ -10,6 +10,7 @@ from atoll.federated import ConsentWord as Word
 from coordinator.federated.kinds.choice import round_of
 from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
+from protos.coding import alike
 from strategies.privacy.report import spent_words
 
 if TYPE_CHECKING:
@@ -96,21 +97,16 @@ def _figures(values: Mapping[str, float]) -> Iterable[pb.Figure]:
 
 
 def _client(state: FederationState, client: Client) -> pb.ClientStatus:
-    return pb.ClientStatus(
-        worker=client.worker,
+    reason = client.out or state.dropped.get(client.worker, client.dropped)
+    shown: pb.ClientStatus = alike(
+        client,
+        pb.ClientStatus,
         state=standing(state, client),
-        reason=client.out or state.dropped.get(client.worker, client.dropped),
-        n_samples=client.n_samples,
+        reason=reason,
         population=len(client.roster),
-        loss=client.loss,
         metrics=_figures(client.metrics),
-        codec=client.codec,
-        ratio=client.ratio,
-        uplink_bps=client.uplink_bps,
-        train_s=client.train_s,
-        bytes_up=client.bytes_up,
-        bytes_down=client.bytes_down,
     )
+    return shown
 
 
 def standing(state: FederationState, client: Client) -> str:

@@ -239,7 +239,7 @@ class WorkService(rpc.WorkServicer):
         fields: dict[str, Any] = {"peer": clean(context.peer() or "", 200), "reason": clean(str(error), 500)}
         if left_out := self._refusals.refused():
             fields["left_out_before"] = left_out
-        shell.say(Event.SESSION_REFUSED.value, "warning", "", "coordinator", fields, shell.clock())
+        shell.note(Event.SESSION_REFUSED, "warning", **fields)
 
     async def _read(self, requests: AsyncIterator[bytes], outbox: Outbox) -> None:
         worker, session, shell = outbox.worker, outbox.session, self._shell
