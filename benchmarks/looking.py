@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from atoll.errors import AtollError
-from coordinator.cli.views.format import plain
 from coordinator.client.client import connect
+from protos.coding import plain
 
 
 def state(folder: Path) -> str:

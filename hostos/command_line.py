@@ -220,6 +220,15 @@ def print_json(value: Any) -> None:
         sys.stdout.flush()
 
 
+def answer(value: Any, *lines: str, json: bool) -> None:
+    """Print what a command has done: as one JSON value for scripts, or in these lines for people."""
+    if json:
+        print_json(value)
+        return
+    for line in lines:
+        out.print(line)
+
+
 @contextmanager
 def byte_progress(what: str, quiet: bool) -> Iterator[BytesDone]:
     """Show a progress bar on the terminal's error stream; nothing when ``quiet`` or not a terminal."""

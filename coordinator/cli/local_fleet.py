@@ -18,7 +18,6 @@ from coordinator.client.client import Client, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from protos import atoll_control_pb2 as pb
 
@@ -83,9 +82,7 @@ class LocalFleet:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._tending.is_alive():
             self._tending.join()

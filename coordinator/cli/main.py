@@ -141,7 +141,7 @@ def ops(
             ]
         )
         return 3 if unsupported else 0
-    table = FactTable("op", "uses", "supported", "first in", "at", box=None, pad_edge=False)
+    table = FactTable("op", "uses", "supported", "first in", "at")
     for use in uses:
         word = "yes" if use.supported else Text("no", style="red")
         table.add_row(use.target, str(use.count), word, use.module_path, use.source_line)

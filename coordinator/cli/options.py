@@ -271,7 +271,7 @@ def telling(quiet: bool) -> Iterator[Callable[[str], None]]:
         with err.status("") as status:
             yield lambda what: status.update(Text(what))
     else:
-        yield lambda what: err.print(what, soft_wrap=True)
+        yield lambda what: err.print(what)
 
 
 def now_and_then(tell: Callable[[str], None]) -> Callable[[str], None]:

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, NoReturn, Protocol, Self
+from typing import IO, Any, NoReturn, Protocol
 
 from atoll.errors import AtollError
+from hostos.closing import Closing
 
 LOOK_EVERY_S = 0.2
 LEAVE_S = 5.0  # daemons leave within 2 s; whoever is still there is killed
@@ -53,7 +53,7 @@ def start_here(host: str, arguments: Sequence[str], **streams: Any) -> subproces
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **streams)
 
 
-class Processes:
+class Processes(Closing):
     """Processes that a demo has started, with one log a process in ``folder``. Use it in ``with``."""
 
     def __init__(self, folder: Path, start: Start = start_here) -> None:
@@ -61,14 +61,6 @@ class Processes:
         self._start = start
         self._daemons: dict[str, Started] = {}
         self._started: list[Started] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def daemon(self, name: str, host: str, arguments: Sequence[str]) -> None:
         """Start a process that must live as long as the demo."""

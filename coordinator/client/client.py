@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from atoll.errors import BadFrame, JobFailed, ProtocolMismatch
 from atoll.plan import Plan
@@ -27,6 +26,7 @@ from coordinator.client.calls import calling, patiently
 from coordinator.client.chrome_trace import TraceSpan
 from coordinator.client.endpoint import Endpoint, find_endpoint
 from coordinator.client.transfer import STREAMS, Progress, download, silent
+from hostos.closing import Closing
 from hostos.retries import progressed
 from protos import PROTOCOL_VERSION, coding
 from protos import atoll_apps_pb2 as apps
@@ -40,6 +40,7 @@ from protos.convert import from_proto, to_proto
 from protos.text_limits import clean
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
     from tenacity import Retrying
     from torch import Tensor, nn
 
@@ -95,7 +96,7 @@ class Uploaded:
     from_workers: int
 
 
-class Client:
+class Client(Closing):
     """An owner's connection to one coordinator; close it, or use it in ``with``.
 
     ``timeout_s`` bounds each short call, ``attempts`` how long a lost coordinator is waited for
@@ -114,14 +115,6 @@ class Client:
         self._entry = rpc.EntryStub(self._channel)
         self._apps = apps_rpc.AppsStub(self._channel)
         self._blobs = BlobsOverGrpc(self._channel, self._metadata, endpoint.address)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Drop the connection; calls in progress end."""
@@ -208,14 +201,12 @@ class Client:
             pinned=None if pinned is None else coding.write(pinned, job_pb.PinnedData),
         )
         # Ops not seen before are timed on every device first, hence the long limit.
-        with calling(self.endpoint.address):
-            reply = self._owner.MakePlan(request, **self._short(timeout_s))
+        reply = self._ask(self._owner.MakePlan, request, timeout_s)
         return LivePlan(from_proto(reply.plan), tuple(reply.fleet), tuple(reply.links))
 
     def status(self, timeout_s: float | None = None) -> pb.StatusReply:
         """Workers, jobs and links now."""
-        with calling(self.endpoint.address):
-            reply: pb.StatusReply = self._owner.Status(pb.StatusRequest(), **self._short(timeout_s))
+        reply: pb.StatusReply = self._ask(self._owner.Status, pb.StatusRequest(), timeout_s)
         return reply
 
     def watch(self, job: str) -> Iterator[pb.JobUpdate]:
@@ -248,29 +239,23 @@ class Client:
 
     def cancel(self, job: str) -> pb.JobUpdate:
         """Stop a job; its last checkpoint stays."""
-        with calling(self.endpoint.address):
-            update: pb.JobUpdate = self._owner.Cancel(pb.JobRequest(job=job), **self._short())
-        return update
+        reply: pb.JobUpdate = self._ask(self._owner.Cancel, pb.JobRequest(job=job))
+        return reply
 
     def forget_jobs(self, jobs: Sequence[str]) -> None:
         """Have nothing kept of jobs that have ended. UsageError, and all are kept, where one has not."""
-        with calling(self.endpoint.address):
-            self._owner.ForgetJobs(pb.ForgetJobsRequest(jobs=jobs), **self._short(60.0))
+        self._ask(self._owner.ForgetJobs, pb.ForgetJobsRequest(jobs=jobs), 60.0)
 
     def checkpoints(self, job: str, *, verify: bool = False, step: int | None = None) -> list[pb.Checkpoint]:
         """The job's kept checkpoints, oldest first; ``verify``: read them to the last byte. UsageError when
         there is none of ``step``."""
         request = pb.CheckpointsRequest(job=job, verify=verify, step=step)
-        with calling(self.endpoint.address):
-            timeout_s = 3600.0 if verify else 60.0
-            return list(self._owner.Checkpoints(request, **self._short(timeout_s)).checkpoints)
+        return list(self._ask(self._owner.Checkpoints, request, 3600.0 if verify else 60.0).checkpoints)
 
     def credits(self, since_s: float = 0.0) -> list[pb.Credit]:
         """What workers have given to whose jobs by UTC day, from that of ``since_s`` on: exact, from what is
         committed."""
-        with calling(self.endpoint.address):
-            request = pb.CreditsRequest(since_s=since_s)
-            return list(self._owner.Credits(request, **self._short(60.0)).credits)
+        return list(self._ask(self._owner.Credits, pb.CreditsRequest(since_s=since_s), 60.0).credits)
 
     def restore(self, job: str, step: int, steps: int | None = None) -> pb.SubmitReply:
         """Queue a job that goes on from a checkpoint of ``job``; ``steps`` in all, None: the job's own."""
@@ -284,8 +269,7 @@ class Client:
         request = (
             pb.ResultRequest(job=job, best=True) if step == BEST else pb.ResultRequest(job=job, step=step)
         )
-        with calling(self.endpoint.address):
-            reply: pb.ResultReply = self._owner.Result(request, **self._short())
+        reply: pb.ResultReply = self._ask(self._owner.Result, request)
         return reply
 
     def weights(
@@ -379,13 +363,11 @@ class Client:
 
     def app_runs(self) -> list[apps.AppRunFacts]:
         """Runs of Flower apps that are open, whoever's they are."""
-        with calling(self.endpoint.address):
-            return list(self._apps.ListRuns(apps.AppRunsRequest(), **self._short()).runs)
+        return list(self._ask(self._apps.ListRuns, apps.AppRunsRequest()).runs)
 
     def end_app_run(self, run: int, reason: str) -> None:
         """End a run of a Flower app, wherever its ServerApp is."""
-        with calling(self.endpoint.address):
-            self._apps.EndRun(apps.AppClose(run=run, reason=reason), **self._short())
+        self._ask(self._apps.EndRun, apps.AppClose(run=run, reason=reason))
 
     # ------------------------------------------------------------ tokens and members
 
@@ -394,76 +376,70 @@ class Client:
     ) -> pb.TokenReply:
         """A token with which workers join; 0 seconds or uses: without end."""
         request = pb.CreateTokenRequest(name=name, lifetime_s=lifetime_s, max_uses=max_uses, host=host)
-        with calling(self.endpoint.address):
-            reply: pb.TokenReply = self._owner.CreateToken(request, **self._short())
+        reply: pb.TokenReply = self._ask(self._owner.CreateToken, request)
         return reply
 
     def tokens(self) -> list[pb.TokenInfo]:
         """Every token, without its secret."""
-        with calling(self.endpoint.address):
-            return list(self._owner.ListTokens(pb.Empty(), **self._short()).tokens)
+        return list(self._ask(self._owner.ListTokens, pb.Empty()).tokens)
 
     def revoke_token(self, token: str) -> None:
         """Let no other worker join with this token; those that have joined stay."""
-        with calling(self.endpoint.address):
-            self._owner.RevokeToken(pb.TokenRequest(id=token), **self._short())
+        self._ask(self._owner.RevokeToken, pb.TokenRequest(id=token))
 
     def kick(self, worker: str, reason: str = "", *, for_good: bool = False) -> None:
         """Make a worker leave; ``for_good`` also revokes its certificate."""
-        with calling(self.endpoint.address):
-            request = pb.KickRequest(worker=worker, reason=reason, for_good=for_good)
-            self._owner.Kick(request, **self._short())
+        self._ask(self._owner.Kick, pb.KickRequest(worker=worker, reason=reason, for_good=for_good))
 
     def forget(self, worker: str) -> None:
         """Strike a worker, by id or name, that is gone for good. UsageError while it is connected."""
-        with calling(self.endpoint.address):
-            self._owner.Forget(pb.ForgetRequest(worker=worker), **self._short())
+        self._ask(self._owner.Forget, pb.ForgetRequest(worker=worker))
 
     def create_owner(
         self, name: str, role: str, *, workers: int = 0, jobs: int = 0, weight: float = 1.0
     ) -> pb.OwnerReply:
         """Make a token for another owner that may ``watch``, ``submit`` or ``administer``; its jobs have at
         most so many ``workers``, and as many ``jobs`` run, at once (0: any number)."""
-        with calling(self.endpoint.address):
-            quota = pb.OwnerQuota(workers=workers, jobs=jobs, weight=weight)
-            request = pb.OwnerRequest(name=name, role=role, quota=quota)
-            reply: pb.OwnerReply = self._owner.CreateOwner(request, **self._short())
+        quota = pb.OwnerQuota(workers=workers, jobs=jobs, weight=weight)
+        reply: pb.OwnerReply = self._ask(
+            self._owner.CreateOwner, pb.OwnerRequest(name=name, role=role, quota=quota)
+        )
         return reply
 
     def owners(self) -> list[pb.OwnerInfo]:
         """Every owner, without secrets."""
-        with calling(self.endpoint.address):
-            return list(self._owner.ListOwners(pb.Empty(), **self._short()).owners)
+        return list(self._ask(self._owner.ListOwners, pb.Empty()).owners)
 
     def revoke_owner(self, name: str) -> None:
         """End an owner's rights; its jobs stay."""
-        with calling(self.endpoint.address):
-            self._owner.RevokeOwner(pb.OwnerRequest(name=name), **self._short())
+        self._ask(self._owner.RevokeOwner, pb.OwnerRequest(name=name))
 
     # ------------------------------------------------------------ the authority
 
     def authorities(self) -> pb.AuthorityList:
         """Authorities that are trusted now, the newest first, and who has no certificate of that."""
-        with calling(self.endpoint.address):
-            found: pb.AuthorityList = self._owner.ListAuthorities(pb.Empty(), **self._short())
-        return found
+        reply: pb.AuthorityList = self._ask(self._owner.ListAuthorities, pb.Empty())
+        return reply
 
     def rotate_authority(self, overlap_s: float) -> pb.AuthorityList:
         """Make a new authority; both are trusted for ``overlap_s``. UsageError during an exchange."""
-        with calling(self.endpoint.address):
-            request = pb.RotateAuthorityRequest(overlap_s=overlap_s)
-            found: pb.AuthorityList = self._owner.RotateAuthority(request, **self._short())
-        return found
+        reply: pb.AuthorityList = self._ask(
+            self._owner.RotateAuthority, pb.RotateAuthorityRequest(overlap_s=overlap_s)
+        )
+        return reply
 
     def drop_authority(self, *, anyway: bool = False) -> pb.AuthorityList:
         """Trust the older authority no more. UsageError without an exchange, and while workers are behind
         unless ``anyway``."""
-        with calling(self.endpoint.address):
-            request = pb.DropAuthorityRequest(anyway=anyway)
-            found: pb.AuthorityList = self._owner.DropAuthority(request, **self._short())
-        return found
+        reply: pb.AuthorityList = self._ask(self._owner.DropAuthority, pb.DropAuthorityRequest(anyway=anyway))
+        return reply
 
     # ------------------------------------------------------------ helpers
+
+    def _ask(self, call: Callable[..., Any], request: Message, timeout_s: float | None = None) -> Any:
+        """Make one short call. Raises its refusal as an error of ``atoll.errors``."""
+        with calling(self.endpoint.address):
+            return call(request, **self._short(timeout_s))
 
     def _short(self, timeout_s: float | None = None) -> dict[str, object]:
         return {"metadata": self._metadata, "timeout": timeout_s or self._timeout_s}

@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from atoll.errors import StorageError, UsageError
@@ -236,9 +235,7 @@ class Keeper:
         self._pump.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Write the last of the output down, and let the run go."""
         sys.stdout.flush()
         sys.stderr.flush()

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError, UsageError
 from coordinator.client.client import Client, connect
 from coordinator.notebook import html
 from coordinator.notebook.progress import Progress, progress_of
 from coordinator.notebook.run import Run
+from hostos.closing import Closing
 
 if TYPE_CHECKING:
     from atoll.job import Job
@@ -75,7 +75,7 @@ class Status:
         return html.table(head, workers) + html.table(("job", "name", "state", "step", "loss", "why"), jobs)
 
 
-class Fleet:
+class Fleet(Closing):
     """A coordinator with its workers. Close it, or use it in ``with``; runs go on without it.
 
     Calls raise errors of ``atoll.errors``.
@@ -83,14 +83,6 @@ class Fleet:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Fleet {self._client.endpoint.address}>"

@@ -17,7 +17,6 @@ import pytest
 from rich.console import Console
 
 from coordinator.cli.processes import DemoFailed, Processes
-from coordinator.cli.views.format import plain
 from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
@@ -28,6 +27,7 @@ from experiments.demo.scene import Lender, Outcome, Scene, check, next_steps, sm
 from experiments.demo.shown import Shown
 from lab.loopback import LoopbackLab
 from protos import atoll_control_pb2 as pb
+from protos.coding import plain
 from protos.convert import to_proto
 from tests.coordinator.cli.test_main import _plan
 

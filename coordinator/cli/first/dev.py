@@ -103,9 +103,9 @@ def dev(
         _train(fleet, job, jobfile, options, json)
         if output is not None:
             found = fleet.client.export(fleet.client.status().jobs[-1].job, output)
-            err.print(f"{found.path}: {found.tensors} tensors, after step {found.step}", soft_wrap=True)
+            err.print(f"{found.path}: {found.tensors} tensors, after step {found.step}")
         if stay if stay is not None else shown and out.is_terminal:
-            err.print("the job has ended; Ctrl+C ends coordinator and workers", soft_wrap=True)
+            err.print("the job has ended; Ctrl+C ends coordinator and workers")
             threading.Event().wait()
 
 
@@ -116,10 +116,10 @@ def _last_words(keep: Path | None) -> Iterator[None]:
         yield
     except JobFailed:
         if keep is None:
-            err.print("logs and state end with this command; `--keep DIR` keeps them", soft_wrap=True)
+            err.print("logs and state end with this command; `--keep DIR` keeps them")
         raise
     except KeyboardInterrupt:
-        err.print("ending coordinator and workers; nothing is left running", soft_wrap=True)
+        err.print("ending coordinator and workers; nothing is left running")
         raise
 
 
@@ -202,5 +202,5 @@ def _train(fleet: LocalFleet, job: Job, jobfile: Path, options: PlanOptions, jso
         fleet.joined()
         reply = fleet.client.submit(prepared)
     if not json:
-        out.print(f"{reply.job} submitted", soft_wrap=True)
+        out.print(f"{reply.job} submitted")
     follow(fleet.client, reply.job, json, goes_on=False)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -30,9 +29,7 @@ class EndedTogether:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._watcher.stdin is not None  # noqa: S101 - it was started with a pipe
         with suppress(BrokenPipeError):
             self._watcher.stdin.close()

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from atoll.errors import StorageError, UsageError
-from hostos.command_line import AsJson, out, print_json, quoted
+from hostos.command_line import AsJson, answer, quoted
 
 JOB_FILE = "job.py"
 NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,39}")
@@ -42,13 +42,14 @@ def new(
 ) -> None:
     """Write a job file to start from: small, plain PyTorch that trains on a CPU and downloads nothing."""
     path = write(folder, template)
-    if json:
-        print_json({"job_file": str(path), "template": template.value})
-        return
-    out.print(f"{path}: a job of the template {template.value}")
-    out.print("next:")
-    out.print(f"  atoll dev {quoted(path)} --workers 2   train it on this machine")
-    out.print(f"  atoll submit {quoted(path)} --watch    train it on a fleet")
+    answer(
+        {"job_file": str(path), "template": template.value},
+        f"{path}: a job of the template {template.value}",
+        "next:",
+        f"  atoll dev {quoted(path)} --workers 2   train it on this machine",
+        f"  atoll submit {quoted(path)} --watch    train it on a fleet",
+        json=json,
+    )
 
 
 def write(folder: Path, template: Template) -> Path:

@@ -36,9 +36,9 @@ def shown_page(together: EndedTogether, folder: Path, quiet: bool) -> Iterator[b
     try:
         line = process.stdout.readline()
         if line and not quiet:
-            out.print(f"page: {jsonlib.loads(line)['url']}", soft_wrap=True)
+            out.print(f"page: {jsonlib.loads(line)['url']}")
         elif not line:
-            err.print(f"the page did not start; {folder / 'page.log'} says why", soft_wrap=True)
+            err.print(f"the page did not start; {folder / 'page.log'} says why")
         yield bool(line)
     finally:
         process.terminate()

@@ -18,13 +18,14 @@ from coordinator.cli.options import (
     TokenCopies,
 )
 from coordinator.cli.views.facts import FactTable
-from coordinator.cli.views.format import in_seconds, plain
+from coordinator.cli.views.format import in_seconds
 from coordinator.cli.views.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, remember
-from hostos.command_line import AsJson, out, print_json, show, with_groups
+from hostos.command_line import AsJson, answer, print_json, show, with_groups
 from hostos.net.addresses import join_address, parse_address
 from hostos.net.networks import ANYWHERE
 from hostos.units import parse_size
+from protos.coding import plain
 from protos.credentials import JoinToken, join_command
 
 if TYPE_CHECKING:
@@ -134,24 +135,18 @@ def _announce(folder: Path, host: str, started: Started, *, insecure: bool, as_j
     """Print where the coordinator listens and how workers join it; note it for the other commands."""
     remember(folder, host, started.entry_port, insecure=insecure)
     address = Endpoint(host, started.entry_port).address
-    if as_json:
-        print_json(
-            {
-                "address": address,
-                "work_address": Endpoint(host, started.work_port).address,
-                "relay_address": started.relay_port and Endpoint(host, started.relay_port).address,
-                "state_dir": str(folder),
-                "insecure": insecure,
-                "join_command": started.join_command,
-                "join_token": started.join_token,
-            }
-        )
-        return
-    out.print(f"coordinator listens on {address}, state in {folder}", soft_wrap=True)
-    if insecure:
-        out.print("insecure: no TLS and no tokens, for experiments on this machine only")
-    out.print("workers join with:", soft_wrap=True)
-    out.print(f"  {started.join_command}", soft_wrap=True)
+    values = {
+        "address": address,
+        "work_address": Endpoint(host, started.work_port).address,
+        "relay_address": started.relay_port and Endpoint(host, started.relay_port).address,
+        "state_dir": str(folder),
+        "insecure": insecure,
+        "join_command": started.join_command,
+        "join_token": started.join_token,
+    }
+    open_ = ["insecure: no TLS and no tokens, for experiments on this machine only"] * insecure
+    listens = f"coordinator listens on {address}, state in {folder}"
+    answer(values, listens, *open_, "workers join with:", f"  {started.join_command}", json=as_json)
 
 
 def _metrics(text: str) -> dict[str, Any]:
@@ -213,15 +208,8 @@ def dashboard(
     settings = Settings(listening(listen, tls, behind_proxy, tuple(names or ()), published), public=public)
     with common.client() as client:
         endpoint = client.endpoint
-    announce = partial(_announce_page, as_json=common.json)
+    announce = lambda address: answer({"url": address}, f"dashboard: {address}", json=common.json)  # noqa: E731
     serve_page(endpoint, settings, Keys(), announce)
-
-
-def _announce_page(address: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"url": address})
-    else:
-        out.print(f"dashboard: {address}", soft_wrap=True)
 
 
 @with_groups
@@ -240,10 +228,8 @@ def kick(
             names = ", ".join(f"{w.worker} ({w.name})" for w in known) or "none"
             raise UsageError(f"{worker} names {len(found)} workers; known are {names}")
         client.kick(found[0], reason, for_good=for_good)
-    if common.json:
-        print_json({"worker": found[0], "reason": reason, "for_good": for_good})
-    else:
-        out.print(f"{found[0]} was asked to leave{' for good' if for_good else ''}")
+    words = f"{found[0]} was asked to leave{' for good' if for_good else ''}"
+    answer({"worker": found[0], "reason": reason, "for_good": for_good}, words, json=common.json)
 
 
 @worker_app.command("forget", epilog="Example: atoll worker forget w-7f3a2c9e05b1d846")
@@ -256,10 +242,7 @@ def worker_forget(
     towards --max-workers. To return, it must join with a token as a new worker."""
     with common.client() as client:
         client.forget(worker)
-    if common.json:
-        print_json({"worker": worker, "forgotten": True})
-    else:
-        out.print(f"{worker} is forgotten")
+    answer({"worker": worker, "forgotten": True}, f"{worker} is forgotten", json=common.json)
 
 
 @token_app.command("create", epilog="Example: atoll token create --name lab --expires 24h --uses 10")
@@ -293,11 +276,8 @@ def token_create(
     command = join_command(JoinToken.decode(reply.token), host, port)
     if long:
         command = f"atoll-worker join {join_address(host, port)} --token {reply.token}"
-    if common.json:
-        print_json({"token": command.rpartition(" ")[2], "join_command": command, **plain(reply.info)})
-        return
-    out.print(f"token {reply.info.id}; workers join with:")
-    out.print(f"  {command}", soft_wrap=True)
+    values = {"token": command.rpartition(" ")[2], "join_command": command, **plain(reply.info)}
+    answer(values, f"token {reply.info.id}; workers join with:", f"  {command}", json=common.json)
 
 
 @token_app.command("list", epilog="Example: atoll token list --json")
@@ -309,7 +289,7 @@ def token_list(common: Common) -> None:
     if common.json:
         print_json([plain(info) for info in tokens])
         return
-    table = FactTable("token", "name", "age", "expires", "uses", "state", box=None, pad_edge=False)
+    table = FactTable("token", "name", "age", "expires", "uses", "state")
     now_s = time.time()
     for info in tokens:
         left_s = info.expires_s - now_s
@@ -330,10 +310,7 @@ def token_revoke(
     """Revoke a token for further joins; workers that have joined stay (see `atoll kick`)."""
     with common.client() as client:
         client.revoke_token(id)
-    if common.json:
-        print_json({"id": id, "revoked": True})
-    else:
-        out.print(f"{id} is revoked")
+    answer({"id": id, "revoked": True}, f"{id} is revoked", json=common.json)
 
 
 def parse_duration(text: str) -> float:

@@ -12,8 +12,9 @@ from rich.table import Table
 from atoll.errors import UsageError
 from coordinator.cli.fleet.admin import parse_duration
 from coordinator.cli.options import Common
-from coordinator.cli.views.format import in_seconds, plain
-from hostos.command_line import out, print_json, with_groups
+from coordinator.cli.views.format import in_seconds
+from hostos.command_line import answer, out, print_json, with_groups
+from protos.coding import plain
 
 if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
@@ -89,10 +90,7 @@ def token(common: Common) -> None:
     if given is None:
         raise UsageError("this coordinator runs with --insecure: there are no tokens")
     text = replace(given, ca_pem=found.ca_pem).encode()
-    if common.json:
-        print_json({"token": text})
-    else:
-        out.print(text, soft_wrap=True)
+    answer({"token": text}, text, json=common.json)
 
 
 def _print(found: pb.AuthorityList, *, json: bool) -> None:
@@ -109,4 +107,4 @@ def _print(found: pb.AuthorityList, *, json: bool) -> None:
     out.print(table)
     if found.behind:
         named = ", ".join(found.behind[:SHOWN]) + (", ..." if len(found.behind) > SHOWN else "")
-        out.print(f"{len(found.behind)} workers have none of the newest yet: {named}", soft_wrap=True)
+        out.print(f"{len(found.behind)} workers have none of the newest yet: {named}")

@@ -42,10 +42,9 @@ def backup(
     copied = f"{saved.blobs} blobs, {saved.blob_bytes} bytes"
     where = f"blobs stay in {saved.bucket}" if saved.bucket else copied
     journal = f"journal up to record {saved.records} of term {saved.term}"
-    out.print(f"{saved.folder}: {saved.jobs} jobs, {where}, {journal}", soft_wrap=True)
+    out.print(f"{saved.folder}: {saved.jobs} jobs, {where}, {journal}")
     if saved.missing:
         err.print(
             f"{saved.missing} blobs that the journal names are missing or damaged; `atoll checkpoints verify "
-            "JOB` shows which checkpoints are torn",
-            soft_wrap=True,
+            "JOB` shows which checkpoints are torn"
         )

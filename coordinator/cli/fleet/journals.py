@@ -14,7 +14,7 @@ import typer
 from atoll.errors import StorageError, UsageError
 from coordinator.cli.options import StateDir
 from coordinator.client.endpoint import default_state_dir
-from hostos.command_line import AsJson, out, print_json
+from hostos.command_line import AsJson, answer, out, print_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,18 +53,18 @@ def journal_check(state_dir: StateDir = None, database: Database = "", json: AsJ
 
 def _show(report: Report) -> None:
     of = ", ".join(f"{count} {kind}" for kind, count in report.kinds)
-    out.print(f"{report.records} records, numbers {report.first} to {report.last}: {of}", soft_wrap=True)
+    out.print(f"{report.records} records, numbers {report.first} to {report.last}: {of}")
     out.print(f"{report.jobs} jobs, term {report.term}")
     for number, whole in report.snapshots:
         out.print(f"snapshot of record {number}: {'whole' if whole else 'damaged'}")
     covered = max((number for number, whole in report.snapshots if whole), default=0)
     for number, kind, why in report.damaged:
         harm = f"; harmless, the snapshot of record {covered} covers it" if number <= covered else ""
-        out.print(f"record {number} ({kind}) is damaged: {why}{harm}", soft_wrap=True, markup=False)
+        out.print(f"record {number} ({kind}) is damaged: {why}{harm}")
     if report.damaged_records > len(report.damaged):
         out.print(f"and {report.damaged_records - len(report.damaged)} more")
     if report.fold:
-        out.print(f"a coordinator cannot start: {report.fold}", soft_wrap=True, markup=False)
+        out.print(f"a coordinator cannot start: {report.fold}")
     else:
         out.print("a coordinator starts from it")
 
@@ -99,10 +99,8 @@ def journal_cut(
             file.flush()
             os.fsync(file.fileno())
         dropped = journal.cut(number)
-    if json:
-        print_json({"dropped": dropped, "saved": str(saved)})
-    else:
-        out.print(f"{dropped} records are dropped from the journal and kept in {saved}", soft_wrap=True)
+    words = f"{dropped} records are dropped from the journal and kept in {saved}"
+    answer({"dropped": dropped, "saved": str(saved)}, words, json=json)
 
 
 def _where(state_dir: Path | None, database: str) -> str:

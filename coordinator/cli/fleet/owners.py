@@ -9,11 +9,12 @@ import typer
 
 from coordinator.cli.options import Common, StateDir
 from coordinator.cli.views.facts import FactTable
-from coordinator.cli.views.format import in_bytes, plain
+from coordinator.cli.views.format import in_bytes
 from coordinator.client.endpoint import default_state_dir
-from hostos.command_line import AsJson, out, print_json, show, shown_time, with_groups
+from hostos.command_line import AsJson, answer, print_json, show, shown_time, with_groups
 from hostos.files.bounded_log import read_log
 from hostos.units import shown_energy, shown_work
+from protos.coding import plain
 
 if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
@@ -47,7 +48,7 @@ def credit(
     columns = ["day", "worker", "for", "useful steps", "samples", "computing", "sent", "received"]
     measured = any(row.useful.HasField("energy_mj") for row in found)
     columns += ["energy"] * measured
-    table = FactTable(*columns, "discarded", "pending", box=None, pad_edge=False)
+    table = FactTable(*columns, "discarded", "pending")
     for row in found:
         done = row.useful
         table.add_row(
@@ -91,11 +92,8 @@ def create(
     """Create a separate token for another owner, and print it once."""
     with common.client() as client:
         reply = client.create_owner(name, role, workers=max_workers, jobs=max_jobs, weight=weight)
-    if common.json:
-        print_json({"token": reply.token, **plain(reply.info)})
-        return
-    out.print(f"owner {reply.info.name} may {reply.info.role}; commands take its token by --token-file:")
-    out.print(reply.token, soft_wrap=True)
+    words = f"owner {reply.info.name} may {reply.info.role}; commands take its token by --token-file:"
+    answer({"token": reply.token, **plain(reply.info)}, words, reply.token, json=common.json)
 
 
 @owner_app.command("list", epilog="Example: atoll owner list --json")
@@ -107,7 +105,7 @@ def list_owners(common: Common) -> None:
     if common.json:
         print_json([plain(info) for info in owners])
         return
-    table = FactTable("owner", "role", "since", "may have at once", box=None, pad_edge=False)
+    table = FactTable("owner", "role", "since", "may have at once")
     for info in owners:
         table.add_row(info.name, info.role, shown_time(info.created_s, "the first start"), _quota(info.quota))
     show(table)
@@ -131,10 +129,7 @@ def revoke(
     them."""
     with common.client() as client:
         client.revoke_owner(name)
-    if common.json:
-        print_json({"name": name, "revoked": True})
-    else:
-        out.print(f"{name} is no longer an owner")
+    answer({"name": name, "revoked": True}, f"{name} is no longer an owner", json=common.json)
 
 
 @owner_app.command("log", epilog="Example: atoll owner log --json")
@@ -146,7 +141,7 @@ def log(state_dir: StateDir = None, json: AsJson = False) -> None:
         for line in lines:
             print_json(line)
         return
-    table = FactTable("when", "owner", "call", "about", "from", box=None, pad_edge=False)
+    table = FactTable("when", "owner", "call", "about", "from")
     for line in lines:
         about = ", ".join(f"{key} {value}" for key, value in line.items() if key not in SHOWN)
         table.add_row(shown_time(line["at_s"]), line["owner"], line["call"], about, line["peer"])

@@ -16,7 +16,7 @@ from atoll.errors import UsageError
 from coordinator.config import Relaying
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
-from hostos.command_line import AsJson, out, print_json
+from hostos.command_line import AsJson, answer
 from hostos.descriptors import raise_limit
 from hostos.net.addresses import join_address, parse_address
 from hostos.net.networks import ANYWHERE
@@ -145,14 +145,9 @@ async def _run(
     port = await served.start(*address)
     page = Page(RelayExporter(served.book), *metrics) if metrics is not None else None
     host = address[0]
-    if json:
-        print_json(
-            {"address": join_address(host, port), "metrics": f"{page.host}:{page.port}" if page else None}
-        )
-    else:
-        shown = join_address("HOST" if host in ANYWHERE else host, port)
-        out.print(f"relay listens on {join_address(host, port)}; start the coordinator with:", soft_wrap=True)
-        out.print(f"  atoll serve --relay {shown}", soft_wrap=True)
+    at, shown = join_address(host, port), join_address("HOST" if host in ANYWHERE else host, port)
+    words = f"relay listens on {at}; start the coordinator with:", f"  atoll serve --relay {shown}"
+    answer({"address": at, "metrics": f"{page.host}:{page.port}" if page else None}, *words, json=json)
     await ending.wait()
     await served.stop()
     if page is not None:

@@ -101,7 +101,7 @@ def key(file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the 
 
     Anyone with this file can run Python code on their machines: protect it like a password.
     """
-    out.print(app_signing.make_key(file), soft_wrap=True)
+    out.print(app_signing.make_key(file))
     return 0
 
 
@@ -120,7 +120,7 @@ def packages(
     The folder may hold wheels for several platforms. Packages that Atoll itself has (numpy, torch) are left
     out.
     """
-    out.print(table_of(folder), soft_wrap=True, markup=False, end="")
+    out.print(table_of(folder), end="")
     return 0
 
 

@@ -41,8 +41,7 @@ def run_app(
     if not json:
         spec, bundle = wish.bundle.spec, wish.bundle
         err.print(
-            f"{spec.name} {spec.version}, {bundle.files} files, {len(bundle.data)} bytes, hash {bundle.hash}",
-            soft_wrap=True,
+            f"{spec.name} {spec.version}, {bundle.files} files, {len(bundle.data)} bytes, hash {bundle.hash}"
         )
     try:
         _follow(endpoint, wish, json, heard, joined)
@@ -85,7 +84,7 @@ def _follow(
                 print_json(event)
                 continue
             for line in shown.take(event):
-                err.print(line, soft_wrap=True)
+                err.print(line)
     if not json:
         err.print(shown.summary())
 
@@ -95,8 +94,8 @@ def _set_aside(folder: Path, bundle: Bundle) -> None:
     try:
         found = ignore_results(folder, bundle)
     except (OSError, AtollError) as error:
-        err.print(f"{folder}: what the run wrote there counts as the app's: {error}", soft_wrap=True)
+        err.print(f"{folder}: what the run wrote there counts as the app's: {error}")
         return
     if found:
         named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-        err.print(f"{named} in {folder}: results, no part of the app (named in {IGNORED})", soft_wrap=True)
+        err.print(f"{named} in {folder}: results, no part of the app (named in {IGNORED})")

@@ -55,7 +55,7 @@ def main() -> NoReturn:
                 perform(folder, json.loads(sys.stdin.buffer.read()), keeper)
         except AtollError as error:
             ended = error
-            err.print("error:", str(error), soft_wrap=True)
+            err.print("error:", str(error))
         except (KeyboardInterrupt, SystemExit) as error:
             ended = error
             err.print("stopped")

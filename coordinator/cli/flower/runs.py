@@ -97,7 +97,7 @@ def detach(
         return 0
     out.print(run)
     if found.stage is Stage.WAITING:
-        err.print(found.reason, soft_wrap=True)
+        err.print(found.reason)
     err.print(f"{found.app} is {found.stage}; `atoll flower logs {run[:6]} --follow`, `... stop {run[:6]}`")
     return 0
 
@@ -129,7 +129,7 @@ def show_runs(*, common: Common) -> int:
     if common.json:
         print_json(rows)
         return 0
-    table = FactTable("run", "app", "state", "round", "nodes", "started", "where", box=None, pad_edge=False)
+    table = FactTable("run", "app", "state", "round", "nodes", "started", "where")
     for row in rows:
         of = f"{row['round']}/{row['rounds']}" if row["rounds"] else str(row["round"] or "")
         where = f"{row['where']}, of {row['owner']}" if row["owner"] else row["where"] or HERE
@@ -138,7 +138,7 @@ def show_runs(*, common: Common) -> int:
         add_row(table, row["run"], name, row["stage"], of, str(row["nodes"] or ""), started, where)
     show(table)
     if missing:
-        err.print(f"only runs of this machine: {missing}", style="dim", soft_wrap=True)
+        err.print(f"only runs of this machine: {missing}", style="dim")
     return 0
 
 

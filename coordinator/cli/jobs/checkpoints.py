@@ -96,8 +96,8 @@ def restore(
     if common.json:
         print_json({"job": reply.job, "state": reply.update.state, "reason": reply.update.reason})
         return
-    out.print(f"{reply.job} {reply.update.state}, from step {step} of {job}", markup=False, soft_wrap=True)
-    err.print(f"watch it with `atoll watch {reply.job}`", markup=False)
+    out.print(f"{reply.job} {reply.update.state}, from step {step} of {job}")
+    err.print(f"watch it with `atoll watch {reply.job}`")
 
 
 def _show(job: str, found: Sequence[pb.Checkpoint], json: bool) -> None:
@@ -113,7 +113,7 @@ def _show(job: str, found: Sequence[pb.Checkpoint], json: bool) -> None:
     if not found:
         out.print(f"{job} has stored no checkpoint yet; --set checkpoint_every=N at submit says how often")
         return
-    table = FactTable("step", "when", "size", "tensors", "state", box=None, pad_edge=False)
+    table = FactTable("step", "when", "size", "tensors", "state")
     for c in found:
         state = (
             Text(f"torn: {c.torn}", style="red") if c.torn else Text("whole, the best" if c.best else "whole")

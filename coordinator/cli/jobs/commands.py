@@ -7,7 +7,7 @@ import json as jsonlib
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import localtime, strftime
 from typing import TYPE_CHECKING, Annotated
@@ -22,11 +22,12 @@ from atoll.worker_names import with_names
 from coordinator.cli.jobs.pool import need_workers
 from coordinator.cli.options import Common, PlanOptions, Trace, now_and_then, telling
 from coordinator.cli.views.brief import brief_view
-from coordinator.cli.views.format import in_bytes, plain
+from coordinator.cli.views.format import in_bytes
 from coordinator.cli.views.render import memory_view, plan_view, watch_line, watch_view, worker_names
 from coordinator.cli.views.render_ways import ways_values, ways_view
 from coordinator.client.client import BEST, Client, KeptStep, check_ended
-from hostos.command_line import byte_progress, err, out, print_json, show, with_groups, written
+from hostos.command_line import answer, byte_progress, err, out, print_json, show, with_groups, written
+from protos.coding import plain
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def plan(
         if len(ways) > 1:
             show(ways_view(ways, names, batch_of(job)))
         if plot is not None:
-            out.print(f"drawn in {plot}", soft_wrap=True)
+            out.print(f"drawn in {plot}")
 
 
 def _cut(job: Job) -> Job:
@@ -260,11 +261,13 @@ def follow(
         _follow(client, job, json, take, watch_view if everything else brief_view)
     except KeyboardInterrupt:
         if goes_on and not json:
-            err.print(
-                f"{job} goes on by itself: `atoll watch {job}` shows it, `atoll cancel {job}` stops it",
-                soft_wrap=True,
-            )
+            err.print(f"{job} goes on by itself: `atoll watch {job}` shows it, `atoll cancel {job}` stops it")
         raise
+
+
+def _head(update: pb.JobUpdate) -> tuple[str, int, str]:
+    """What a line is printed for, when it changes."""
+    return update.state, update.step, update.reason
 
 
 def _follow(
@@ -292,12 +295,8 @@ def _follow(
                 print_json(plain(update))
             elif live is not None:
                 live.update(view(update, losses, names))
-            elif last is None or (last.state, last.step, last.reason) != (
-                update.state,
-                update.step,
-                update.reason,
-            ):
-                out.print(watch_line(update, last.reason if last else ""), soft_wrap=True)
+            elif last is None or _head(last) != _head(update):
+                out.print(watch_line(update, last.reason if last else ""))
             last = update
     finally:
         if live is not None:
@@ -323,7 +322,7 @@ def logs(
             if common.json:
                 print_json(plain(line))
             else:
-                out.print(with_names(_log_line(line), names), soft_wrap=True)
+                out.print(with_names(_log_line(line), names))
 
 
 def _log_line(line: pb.LogLine) -> str:
@@ -344,12 +343,8 @@ def cancel(
     """Stop a job; its last checkpoint stays and can be exported or resumed."""
     with common.client() as client:
         update = client.cancel(job)
-    if common.json:
-        print_json(plain(update))
-    else:
-        out.print(
-            f"{update.job} {update.state} at step {update.step}, checkpoint of step {update.checkpoint_step}"
-        )
+    words = f"{update.job} {update.state} at step {update.step}, checkpoint of step {update.checkpoint_step}"
+    answer(plain(update), words, json=common.json)
 
 
 @with_groups
@@ -364,10 +359,7 @@ def forget(
     other job needs. They can no longer be exported or resumed."""
     with common.client() as client:
         client.forget_jobs(jobs)
-    if common.json:
-        print_json({"forgotten": jobs})
-    else:
-        out.print(f"{', '.join(jobs)} forgotten", soft_wrap=True)
+    answer({"forgotten": jobs}, f"{', '.join(jobs)} forgotten", json=common.json)
 
 
 @with_groups
@@ -430,13 +422,8 @@ def export(
             found = client.export(job, path, progress, at)
         else:
             found = client.export_folder(job, path, module, wanted, progress, at)
-    if common.json:
-        print_json(
-            {"path": str(found.path), "step": found.step, "tensors": found.tensors, "bytes": found.bytes}
-        )
-    else:
-        size = in_bytes(found.bytes)
-        out.print(f"{found.path}: {found.tensors} tensors, {size}, after step {found.step}", soft_wrap=True)
+    words = f"{found.path}: {found.tensors} tensors, {in_bytes(found.bytes)}, after step {found.step}"
+    answer({**asdict(found), "path": str(found.path)}, words, json=common.json)
 
 
 def _kept_step(given: str) -> KeptStep:
@@ -488,10 +475,8 @@ def metrics(
             raise StorageError(f"cannot write {output or 'the metrics'}: {error.strerror}") from None
     if not rows:
         raise UsageError(f"{job} has no metrics yet; try again once it trains")
-    if output is not None and common.json:
-        print_json({"path": str(output), "rows": rows - 1})
-    elif output is not None:
-        out.print(f"{output}: {rows - 1} rows", soft_wrap=True)
+    if output is not None:
+        answer({"path": str(output), "rows": rows - 1}, f"{output}: {rows - 1} rows", json=common.json)
 
 
 @with_groups
@@ -522,19 +507,12 @@ def trace(
         from coordinator.notebook.otlp import sent
 
         count = sent(job, spans, otlp, names)
-        if common.json:
-            print_json({"url": otlp, "spans": count})
-        else:
-            out.print(f"{otlp}: {count} spans", soft_wrap=True)
+        answer({"url": otlp, "spans": count}, f"{otlp}: {count} spans", json=common.json)
         return
     try:
         output.expanduser().write_text(jsonlib.dumps(chrome_trace(job, spans, names)))
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}; give another -o") from None
-    if common.json:
-        print_json({"path": str(output), "spans": len(spans)})
-    else:
-        out.print(
-            f"{output}: {len(spans)} spans of {len({s.worker for s in spans})} workers; open it in Perfetto",
-            soft_wrap=True,
-        )
+    workers = len({span.worker for span in spans})
+    words = f"{output}: {len(spans)} spans of {workers} workers; open it in Perfetto"
+    answer({"path": str(output), "spans": len(spans)}, words, json=common.json)

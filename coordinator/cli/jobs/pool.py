@@ -31,7 +31,4 @@ def need_workers(client: Client) -> None:
 def note_empty(client: Client, quiet: bool) -> None:
     """Say on the error stream that a job will wait where the pool is empty; nothing when ``quiet``."""
     if not workers_present(client) and not quiet:
-        err.print(
-            f"no worker is in the pool of {client.endpoint.address}: the job will wait until one joins",
-            soft_wrap=True,
-        )
+        err.print(f"no worker is in the pool of {client.endpoint.address}: the job will wait until one joins")

@@ -19,7 +19,7 @@ from coordinator.cli.options import Common, PlanOptions, telling
 from coordinator.cli.views.format import in_bytes, in_seconds
 from coordinator.cli.views.render import plan_view, worker_names
 from coordinator.client.client import Client, LivePlan
-from hostos.command_line import byte_progress, err, out, print_json, show, with_groups
+from hostos.command_line import answer, byte_progress, err, out, show, with_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,7 +117,7 @@ def submit(
             _tell_submitted(reply, json)
             return
         if not json:
-            out.print(f"{reply.job} {reply.update.state} {reply.update.reason}", markup=False)
+            out.print(f"{reply.job} {reply.update.state} {reply.update.reason}")
         follow(client, reply.job, json)
 
 
@@ -167,7 +167,7 @@ def _prepared(
             tell("timing ops and links on the fleet, then planning")
             prepared, live = fitted(client, prepared, seconds, options.steps or 1)
     if prepared.notice:
-        err.print(prepared.notice, style="yellow", soft_wrap=True)
+        err.print(prepared.notice, style="yellow")
     if seconds and not json:
         _show_fit(live, prepared.spec.training.steps)
     return prepared
@@ -178,7 +178,7 @@ def _upload(client: Client, prepared: Prepared, from_workers: bool | None, json:
         found = client.upload(prepared, progress, from_workers=from_workers)
     if found.from_workers and not json:
         shown = f"{in_bytes(found.from_workers)} came from workers, {in_bytes(found.sent)} from here"
-        err.print(shown, soft_wrap=True)
+        err.print(shown)
 
 
 def _asked_s(train_for: str, resume: str) -> float:
@@ -232,15 +232,12 @@ def _show_fit(live: LivePlan, steps: int) -> None:
     show(plan_view(live.plan, worker_names(live.fleet)))
     predicted = live.plan.prediction
     if predicted is not None:
-        out.print(f"{steps} steps, {in_seconds(steps * predicted.step_s)} as predicted", soft_wrap=True)
+        out.print(f"{steps} steps, {in_seconds(steps * predicted.step_s)} as predicted")
 
 
 def _tell_submitted(reply: pb.SubmitReply, json: bool) -> None:
-    if json:
-        print_json({"job": reply.job, "state": reply.update.state, "reason": reply.update.reason})
-        return
-    reason = f": {reply.update.reason}" if reply.update.reason else ""
-    out.print(f"{reply.job} {reply.update.state}{reason}", markup=False, soft_wrap=True)
-    out.print(
-        f"watch it with `atoll watch {reply.job}`, then `atoll export {reply.job} -o model.safetensors`"
-    )
+    job, update = reply.job, reply.update
+    reason = f": {update.reason}" if update.reason else ""
+    further = f"watch it with `atoll watch {job}`, then `atoll export {job} -o model.safetensors`"
+    values = {"job": job, "state": update.state, "reason": update.reason}
+    answer(values, f"{job} {update.state}{reason}", further, json=json)

@@ -192,7 +192,7 @@ def ray_down(
     out.print(f"{len(names)} workers ended")
     if silent:
         kept = "; what they left on their nodes is still there" if forget else ""
-        err.print(f"{', '.join(silent)} did not answer and were killed{kept}", soft_wrap=True)
+        err.print(f"{', '.join(silent)} did not answer and were killed{kept}")
 
 
 def join_options(name: str, bundle: Bundle, words: Sequence[str]) -> list[str]:
@@ -232,7 +232,7 @@ def _show(rows: Sequence[dict[str, Any]], json: bool) -> None:
     if not rows:
         out.print("no workers in this namespace; `atoll ray up` starts some")
         return
-    table = FactTable("worker", "state", "node", "started", "up", "folder", box=None, pad_edge=False)
+    table = FactTable("worker", "state", "node", "started", "up", "folder")
     for row in rows:
         up = in_seconds(time.time() - row["since_s"]) if "since_s" in row else ""
         times = f"{row['starts']} x" if "starts" in row else ""
@@ -240,4 +240,4 @@ def _show(rows: Sequence[dict[str, Any]], json: bool) -> None:
     show(table)
     for row in rows:
         if row["state"] != "joined" and (log := row.get("log")):
-            err.print(f"{row['name']}: {log.splitlines()[-1]}", soft_wrap=True)
+            err.print(f"{row['name']}: {log.splitlines()[-1]}")

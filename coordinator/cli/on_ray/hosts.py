@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from atoll.errors import AtollError
@@ -97,9 +96,7 @@ class RayHosts:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._group.close()
 
     def start(self, host: str, arguments: Sequence[str], **streams: Any) -> Started:

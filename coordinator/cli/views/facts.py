@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -11,11 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Column
 
 
 class FactTable(Table):
     """A table on a terminal; elsewhere a line for each row, however long, such as
-    ``worker w-1: name fast1, state pool``."""
+    ``worker w-1: name fast1, state pool``. It has no lines between its cells, unless ``options`` say so."""
+
+    def __init__(self, *heads: Column | str, **options: Any) -> None:
+        super().__init__(*heads, **{"box": None, "pad_edge": False, **options})
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if options.is_terminal:

@@ -1,12 +1,11 @@
-"""Numbers and words for people: bytes, seconds, rates, bars, rows of tables; and messages as plain values."""
+"""Numbers and words for people: bytes, seconds, rates, bars, rows of tables."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from google.protobuf.message import Message
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -15,22 +14,7 @@ if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
 
 _BARS = "▁▂▃▄▅▆▇█"
-GOOD, BAD, DIM = "green", "red", "dim"
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON-ready values under its own field names; an unset optional is None."""
-    found: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.is_repeated:
-            items = list(value)
-            found[field.name] = [plain(item) if isinstance(item, Message) else item for item in items]
-        elif field.has_presence and not message.HasField(field.name):
-            found[field.name] = None
-        else:
-            found[field.name] = plain(value) if isinstance(value, Message) else value
-    return found
+DIM = "dim"
 
 
 def add_row(table: Table, *cells: str | Text) -> None:

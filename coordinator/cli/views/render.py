@@ -389,10 +389,7 @@ def _busy_table(stages: Sequence[pb.StageStatus], names: Names) -> Table:
 
 
 def _table(*columns: str) -> Table:
-    table = FactTable(box=None, pad_edge=False, header_style=DIM)
-    for column in columns:
-        table.add_column(column)
-    return table
+    return FactTable(*columns, header_style=DIM)
 
 
 def _name(names: Names, worker: str) -> str:

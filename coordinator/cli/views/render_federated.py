@@ -81,10 +81,8 @@ def federated_words(update: pb.JobUpdate) -> list[str]:
 
 
 def _clients(clients: Sequence[pb.ClientStatus], names: Names) -> Table:
-    table = FactTable(box=None, pad_edge=False, header_style=DIM)
-    for column in ("client", "state", "samples", "loss", "metrics", "codec", "uplink", "train", "up", "down"):
-        table.add_column(column)
-    table.add_column("why")
+    heads = "client", "state", "samples", "loss", "metrics", "codec", "uplink", "train", "up", "down", "why"
+    table = FactTable(*heads, header_style=DIM)
     for client in clients:
         codec = f"{client.codec}:{client.ratio:.3g}" if client.ratio > 1.0 else client.codec
         add_row(

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
+from rich.table import Column
 from rich.text import Text
 
 from coordinator.cli.views.facts import FactTable
@@ -21,11 +22,8 @@ SHOWN = 6  # machines by name
 
 def ways_view(ways: Sequence[Way], names: Names, batch: int) -> RenderableType:
     """The ways as ``compare_ways`` ranks them; ``batch`` samples a micro-batch."""
-    table = FactTable(box=None, pad_edge=False, header_style=DIM)
-    table.add_column("")
-    table.add_column("way", no_wrap=True)
-    for column in ("samples/s", "a step", "sent a day", "memory", "same model", "counts"):
-        table.add_column(column)
+    heads = "samples/s", "a step", "sent a day", "memory", "same model", "counts"
+    table = FactTable("", Column("way", no_wrap=True), *heads, header_style=DIM)
     possible = [way for way in ways if not way.why_not]
     for at, way in enumerate(possible):
         add_row(

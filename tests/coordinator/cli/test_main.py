@@ -16,11 +16,12 @@ from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageSpec, one_replica
 from coordinator.cli.fleet.admin import parse_duration
 from coordinator.cli.main import app
-from coordinator.cli.views.format import in_bytes, in_seconds, plain, share_bar, sparkline
+from coordinator.cli.views.format import in_bytes, in_seconds, share_bar, sparkline
 from coordinator.config import CoordinatorConfig
 from hostos.command_line import run
 from hostos.net.addresses import parse_address
 from protos import atoll_control_pb2 as pb
+from protos.coding import plain
 from protos.convert import to_proto
 from protos.credentials import JoinToken, shortened
 from protos.short_tokens import ShortToken
