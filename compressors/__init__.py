@@ -6,7 +6,7 @@ in docs/compression.md; the conformance tests find it. Importing this package al
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from compressors.catalogue import CODECS, codec
@@ -20,6 +20,6 @@ __all__ = ["CODECS", "codec", "make_compressor"]
 def make_compressor(name: str, ratio: float = 1.0) -> Compressor:
     """The codec a LinkSpec names. Raises UsageError for an unknown one."""
     facts = codec(name)
-    build = getattr(import_module(f"compressors.{facts.module}"), facts.builder)
+    build = resolve_name(f"compressors.{facts.builder}")
     made: Compressor = build(ratio=ratio) if facts.rated else build()
     return made

@@ -1,8 +1,8 @@
 """Every codec by name: what it is, what it is valid for, and how many bytes it takes.
 
 No torch here: the coordinator plans with these facts, and its process never loads torch. A codec's
-class is found by ``module`` and ``builder`` only where tensors are at hand. The conformance suite
-holds each fact against the class.
+class is found by ``builder`` only where tensors are at hand. The conformance suite holds each fact against
+the class.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Codec:
 
     name: str
     summary: str  # one line for users
-    module: str  # below ``compressors``
-    builder: str  # class in it; called with ``ratio=`` when ``rated``, else with nothing
+    builder: str  # "module:Class" below ``compressors``; called with ``ratio=`` when ``rated``
     source: str  # paper and section, or where the idea is described
     size: Size
     size_on: Size | None = None  # of a gradient at the value's positions; None: not sparse
@@ -84,8 +83,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="none",
             summary="the tensor's own bytes",
-            module="none",
-            builder="Uncompressed",
+            builder="none:Uncompressed",
             source="-",
             size=_dense,
             exact=True,
@@ -95,8 +93,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="lossless",
             summary="exponents entropy coded apart from the noise of the mantissas; the same bits",
-            module="lossless",
-            builder="Lossless",
+            builder="lossless:Lossless",
             source="ZipCCL, arXiv 2604.27844; ZipNN; compression.md 5",
             size=_lossless,
             exact=True,
@@ -105,32 +102,28 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="fp16",
             summary="half precision, scaled by a power of two for each 65,536 elements",
-            module="fp16",
-            builder="HalfPrecision",
+            builder="fp16:HalfPrecision",
             source="compression.md 4 (fp16); mixed precision's loss scale, here a chunk's own",
             size=rates.size_of(rates.fp16_bytes),
         ),
         Codec(
             name="bf16",
             summary="the upper half of a float32: its range, 8 bits of precision",
-            module="bf16",
-            builder="BrainFloat",
+            builder="bf16:BrainFloat",
             source="compression.md 1.1 and 4 (bf16)",
             size=rates.size_of(rates.bf16_bytes),
         ),
         Codec(
             name="int8_block",
             summary="8 bits a value, linear within blocks of 256",
-            module="int8_block",
-            builder="Int8Block",
+            builder="int8_block:Int8Block",
             source="compression.md 1.1 and 4 (int8 blockwise linear)",
             size=rates.size_of(rates.int8_bytes),
         ),
         Codec(
             name="int4_block",
             summary="4 bits a value, linear within blocks of 64",
-            module="contrib.quantised.int4_block",
-            builder="Int4Block",
+            builder="contrib.quantised.int4_block:Int4Block",
             source="compression.md 4 (int8 blockwise linear), at 4 bits",
             size=rates.size_of(rates.int4_bytes),
             valid_for=EVERYTHING - {Use.MODEL},
@@ -138,18 +131,16 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="eden",
             summary="1/32 to 4 bits a value: blocks turned until they look Gaussian, then Lloyd-Max levels",
-            module="eden",
-            builder="Eden",
+            builder="eden:Eden",
             source="EDEN, arXiv 2108.08842 (not checked against the paper); scale and rates our own",
             size=rates.eden_size,
             rated=True,
-            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
+            valid_for=EVERYTHING - {Use.MODEL},
         ),
         Codec(
             name="sign",
             summary="1 bit a value and the mean magnitude; behind an error feedback",
-            module="contrib.quantised.sign",
-            builder="Sign",
+            builder="contrib.quantised.sign:Sign",
             source="EF-SignSGD; compression.md 4",
             size=rates.size_of(rates.sign_bytes),
             valid_for=CHANGES,
@@ -157,8 +148,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="qsgd",
             summary="8 bits a value (4 above ratio 4), rounded at random so that the mean stays",
-            module="contrib.quantised.qsgd",
-            builder="Qsgd",
+            builder="contrib.quantised.qsgd:Qsgd",
             source="QSGD; compression.md 4 (buckets of 512, max norm)",
             size=rates.qsgd_size,
             rated=True,
@@ -168,8 +158,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="terngrad",
             summary="-s, 0 or s at random, five values a byte; s clipped at 2.5 sigma",
-            module="contrib.quantised.terngrad",
-            builder="TernGrad",
+            builder="contrib.quantised.terngrad:TernGrad",
             source="TernGrad; compression.md 4",
             size=rates.size_of(rates.terngrad_bytes),
             valid_for=CHANGES,
@@ -177,8 +166,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="natural",
             summary="sign and power of two in 8 bits, rounded at random so that the mean stays",
-            module="contrib.quantised.natural",
-            builder="Natural",
+            builder="contrib.quantised.natural:Natural",
             source="natural compression; compression.md 4 (7-bit exponent)",
             size=rates.size_of(rates.natural_bytes),
             valid_for=CHANGES,
@@ -187,8 +175,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="powersgd",
             summary="two thin factors of a gradient's matrix, one power iteration a step",
-            module="contrib.low_rank.powersgd",
-            builder="PowerSGD",
+            builder="contrib.low_rank.powersgd:PowerSGD",
             source="PowerSGD, arXiv 1905.13727; compression.md 4",
             size=powersgd_bytes,
             rated=True,
@@ -198,8 +185,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="acp_sgd",
             summary="PowerSGD with one factor a step, the sides alternating",
-            module="contrib.low_rank.acp_sgd",
-            builder="AcpSGD",
+            builder="contrib.low_rank.acp_sgd:AcpSGD",
             source="ACP-SGD, arXiv 2306.08881; compression.md 4",
             size=acp_bytes,
             rated=True,
@@ -211,40 +197,36 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="low_rank",
             summary="two thin factors of each tensor by itself, in fp16",
-            module="contrib.low_rank.low_rank",
-            builder="LowRank",
+            builder="contrib.low_rank.low_rank:LowRank",
             source="SFT, arXiv 2211.16703; decentralized.md 5",
             size=cut_bytes,
             rated=True,
-            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
+            valid_for=EVERYTHING - {Use.MODEL},
         ),
         Codec(
             name="topk",
             summary="the largest elements of each row, 16-bit values, positions coded by density",
-            module="topk",
-            builder="TopK",
+            builder="topk:TopK",
             source="AdaTopK (decentralized.md 1.7); arXiv 1911.08772; compression.md 1.3, 3",
             size=sparse_sizes.topk_size,
             size_on=sparse_sizes.topk_size_on,
             rated=True,
-            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
+            valid_for=EVERYTHING - {Use.MODEL},
         ),
         Codec(
             name="topk2",
             summary="the largest elements of each row, two bits a value: three times as many as topk",
-            module="contrib.sparse.topk2",
-            builder="TopK2",
+            builder="contrib.sparse.topk2:TopK2",
             source="AdaTopK (decentralized.md 1.7); two bits: peers.md 7.5, compression.md 4",
             size=sizes.topk2_size,
             size_on=sizes.topk2_size_on,
             rated=True,
-            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
+            valid_for=EVERYTHING - {Use.MODEL},
         ),
         Codec(
             name="random_k",
             summary="elements drawn by a shared seed, times d/k; no positions travel",
-            module="random_k",
-            builder="RandomK",
+            builder="random_k:RandomK",
             source="compression.md 3 (random-k), 2.2 (SAPS-PSGD's shared mask, arXiv 2002.09692)",
             size=sparse_sizes.random_k_size,
             size_on=sparse_sizes.random_k_size,
@@ -256,8 +238,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="gaussian_k",
             summary="the largest elements by a Gaussian's threshold, lowered until the budget is met",
-            module="contrib.sparse.gaussian_k",
-            builder="GaussianK",
+            builder="contrib.sparse.gaussian_k:GaussianK",
             source="Gaussian-k, arXiv 1911.08772; compression.md 1.2, 3",
             size=sparse_sizes.whole_size,
             size_on=sparse_sizes.whole_size_on,
@@ -267,8 +248,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="chunk_topk",
             summary="a fixed k of every 4,096 elements in 2 bits, positions near their entropy",
-            module="contrib.sparse.chunk_topk",
-            builder="ChunkTopK",
+            builder="contrib.sparse.chunk_topk:ChunkTopK",
             source="peers.md 7.5 (SparseLoCo's and Psyche's mathematics); ranking: Cover 1973",
             size=sizes.chunk_size,
             rated=True,
@@ -277,8 +257,7 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="dct_topk",
             summary="the largest cosine coefficients of blocks of up to 64 by 64",
-            module="contrib.sparse.dct_topk",
-            builder="DctTopK",
+            builder="contrib.sparse.dct_topk:DctTopK",
             source="DeMo; decentralized.md 8.6",
             size=sizes.dct_size,
             rated=True,
@@ -287,18 +266,16 @@ CODECS: dict[str, Codec] = {
         Codec(
             name="chain",
             summary="codecs one behind the other: top-k, 16-bit values, zstd",
-            module="contrib.chain",
-            builder="DefaultChain",
+            builder="contrib.chain:DefaultChain",
             source="compression.md 0, 1.3",
             size=sizes.chain_size,
             rated=True,
-            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
+            valid_for=EVERYTHING - {Use.MODEL},
         ),
         Codec(
             name="error_feedback",
             summary="top-k of the whole tensor by a reused threshold; what is left out waits for the next",
-            module="error_feedback",
-            builder="ErrorFeedback",
+            builder="error_feedback:ErrorFeedback",
             source="EF-SGD; Ok-Topk, arXiv 2201.07598; compression.md 3, 8",
             size=sparse_sizes.whole_size,
             rated=True,

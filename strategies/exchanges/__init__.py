@@ -6,7 +6,7 @@ find it. Importing this package alone does not load torch.
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
@@ -23,5 +23,5 @@ def make_rule(exchange: Exchange) -> ExchangeRule:
     does not have."""
     facts = exchange_facts(exchange.rule)
     facts.check(exchange)
-    rule: ExchangeRule = getattr(import_module(facts.module), facts.builder)(exchange)
+    rule: ExchangeRule = resolve_name(facts.rule)(exchange)
     return rule

@@ -1,7 +1,7 @@
 """Every exchange rule by name: what it exchanges, over which collective, and how many bytes that takes.
 
-No torch here: the coordinator plans with these facts. A rule's class is found by ``module`` and ``builder``
-only where tensors are at hand; the conformance suite holds each fact against the class.
+No torch here: the coordinator plans with these facts. A rule's class is found by ``rule`` only where
+tensors are at hand; the conformance suite holds each fact against the class.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ class ExchangeFacts:
 
     name: str
     summary: str  # one line for users
-    module: str
-    builder: str  # class in it; called with the Exchange
+    rule: str  # its class, called with the Exchange: "module:Class"
     source: str  # paper and section
-    content: Content
-    partners: Partners
-    pattern: Pattern
     volume: Volume
+    content: Content = Content.GRADIENT
+    partners: Partners = Partners.ALL
+    pattern: Pattern = Pattern.OWNERS
     exact: bool = False  # the same model as one machine, bit for bit
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
@@ -206,12 +205,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="sum",
             summary="exact data parallelism: gradients of blocks of micro-batches, added in one order",
-            module="strategies.exchanges.mean",
-            builder="Sum",
+            rule="strategies.exchanges.mean:Sum",
             source="papers/compression.md 7 (butterfly), in a fixed order",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=dense_volume,
             exact=True,
             together=True,
@@ -219,24 +214,16 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="mean",
             summary="weighted mean of gradients, with error feedback where the codec is lossy",
-            module="strategies.exchanges.mean",
-            builder="Mean",
+            rule="strategies.exchanges.mean:Mean",
             source="papers/compression.md 3 (error feedback), 5 (8-bit all-reduce)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=coded_volume,
             own_copies=3,
         ),
         ExchangeFacts(
             name="powersgd",
             summary="mean of gradients as two factors of low rank, one averaged after the other",
-            module="strategies.exchanges.low_rank.powersgd",
-            builder="PowerSgd",
+            rule="strategies.exchanges.low_rank.powersgd:PowerSgd",
             source="papers/compression.md 4 (PowerSGD)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=factor_volume(powersgd_bytes),
             together=True,
             phases=2,
@@ -249,12 +236,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="acp_sgd",
             summary="mean of gradients as one factor of low rank a round, the sides alternating",
-            module="strategies.exchanges.low_rank.acp_sgd",
-            builder="AcpSgd",
+            rule="strategies.exchanges.low_rank.acp_sgd:AcpSgd",
             source="papers/compression.md 4 (ACP-SGD)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=factor_volume(acp_bytes),
             together=True,
             own_results=True,
@@ -266,12 +249,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="random_k",
             summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
-            module="strategies.exchanges.random_k",
-            builder="RandomK",
+            rule="strategies.exchanges.random_k:RandomK",
             source="papers/compression.md 3 (random-k)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=random_k_volume,
             works_as="fp16",
             check=no_codec,
@@ -281,11 +260,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="gtopk",
             summary="the k largest elements of the sum of all top-k's, merged along a binomial tree",
-            module="strategies.exchanges.sparse.gtopk",
-            builder="GTopK",
+            rule="strategies.exchanges.sparse.gtopk:GTopK",
             source="papers/compression.md 3 (gTop-k)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
             pattern=Pattern.TREE,
             volume=tree_volume,
             works_as="topk",
@@ -297,12 +273,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="ok_topk",
             summary="about the k largest elements of the sum, by re-used thresholds and balanced regions",
-            module="strategies.exchanges.sparse.ok_topk",
-            builder="OkTopK",
+            rule="strategies.exchanges.sparse.ok_topk:OkTopK",
             source="papers/compression.md 3 (Ok-Topk)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=region_volume,
             together=True,
             phases=2,
@@ -315,12 +287,8 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="demo",
             summary="signs of the mean of the momenta's largest cosine coefficients, for plain SGD",
-            module="strategies.exchanges.sparse.demo",
-            builder="Demo",
+            rule="strategies.exchanges.sparse.demo:Demo",
             source="papers/decentralized.md 8.6 (DeMo)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=demo_volume,
             own_results=True,
             works_as="dct_topk",
@@ -332,12 +300,9 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="diloco",
             summary="many local steps, then an outer Nesterov step along the mean change",
-            module="strategies.exchanges.diloco",
-            builder="DiLoCo",
+            rule="strategies.exchanges.diloco:DiLoCo",
             source="papers/decentralized.md 8.4",
             content=Content.DELTA,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=coded_volume,
             check=at_once,
             own_copies=15,
@@ -346,12 +311,9 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="streaming_diloco",
             summary="DiLoCo a fragment at a time, used some steps later: lower peaks, no waiting",
-            module="strategies.exchanges.streaming_diloco",
-            builder="StreamingDiLoCo",
+            rule="strategies.exchanges.streaming_diloco:StreamingDiLoCo",
             source="papers/decentralized.md 8.5",
             content=Content.DELTA,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
             volume=coded_volume,
             alike=False,
             check=dense_codec,
@@ -361,11 +323,9 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="sparseloco",
             summary="many local steps, then the mean of the largest changes of chunks; the rest decays",
-            module="strategies.exchanges.sparseloco",
-            builder="SparseLoCo",
+            rule="strategies.exchanges.sparseloco:SparseLoCo",
             source="papers/peers.md 7.5 (SparseLoCo), decentralized.md 8.4",
             content=Content.DELTA,
-            partners=Partners.ALL,
             pattern=Pattern.GATHERED,
             volume=chunk_volume,
             together=True,
@@ -376,8 +336,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="saps",
             summary="pairs average the elements that a shared seed draws, one in ``ratio``",
-            module="strategies.exchanges.saps",
-            builder="SapsPsgd",
+            rule="strategies.exchanges.saps:SapsPsgd",
             source="papers/compression.md 2.2",
             content=Content.MODEL,
             partners=Partners.PAIRS,
@@ -394,8 +353,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             name="swarm",
             summary="bursts of local steps, then the mean with the model that another peer published last; "
             "nobody waits",
-            module="strategies.exchanges.swarm",
-            builder="SwarmSgd",
+            rule="strategies.exchanges.swarm:SwarmSgd",
             source="papers/compression.md 7 (SwarmSGD)",
             content=Content.MODEL,
             partners=Partners.PAIRS,
@@ -409,12 +367,10 @@ EXCHANGES: dict[str, ExchangeFacts] = {
         ExchangeFacts(
             name="wagma",
             summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
-            module="strategies.exchanges.wagma",
-            builder="Wagma",
+            rule="strategies.exchanges.wagma:Wagma",
             source="papers/compression.md 7 (WAGMA-SGD)",
             content=Content.MODEL,
             partners=Partners.GROUPS,
-            pattern=Pattern.OWNERS,
             volume=dense_volume,
             everybody_every=10,
             check=no_codec,

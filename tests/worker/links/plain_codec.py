@@ -117,9 +117,9 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> None:
         return meta.nbytes / ratio
 
     for codec in (
-        Codec("largest", "", MODULE, "Largest", "-", size, size_on=size, rated=True),
-        Codec("counting", "", MODULE, "Counting", "-", size, exact=True, stateful=True),
-        Codec("weights", "", MODULE, "Largest", "-", size, valid_for=frozenset({Use.MODEL})),
-        Codec("shared", "", MODULE, "Counting", "-", size, stateful=True, shared_state=True),
+        Codec("largest", "", f"{MODULE}:Largest", "-", size, size_on=size, rated=True),
+        Codec("counting", "", f"{MODULE}:Counting", "-", size, exact=True, stateful=True),
+        Codec("weights", "", f"{MODULE}:Largest", "-", size, valid_for=frozenset({Use.MODEL})),
+        Codec("shared", "", f"{MODULE}:Counting", "-", size, stateful=True, shared_state=True),
     ):
         monkeypatch.setitem(CODECS, codec.name, codec)
