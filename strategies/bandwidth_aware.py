@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from strategies.options import within
+from strategies.options import bounded
 from strategies.selection import Candidates, Selection, Selector, draw, generator
 
 Last = Mapping[str, int]
@@ -28,12 +28,8 @@ class BandwidthAware(Selector):
 
     name: ClassVar[str] = "bandwidth_aware"
 
-    max_wait: int = 10
-    power: float = 1.0
-
-    def __post_init__(self) -> None:
-        within(self.name, "max_wait", self.max_wait, 1, 10_000)
-        within(self.name, "power", self.power, 0.0, 8.0)
+    max_wait: int = bounded(10, 1, 10_000)
+    power: float = bounded(1.0, 0.0, 8.0)
 
     def init(self) -> Last:
         return {}

@@ -14,7 +14,8 @@ disk or over a wire without code for each strategy. numpy alone: the process tha
 torch. Only ``Correction`` meets the trainer's own tensors, with plain operators, so it works on
 either. Nothing here keeps a clock, a file or a generator; what is drawn comes from a seed.
 
-A strategy is a frozen dataclass; its fields are its options. It declares what it needs (``Facts``) and
+A strategy is a frozen dataclass; its fields are its options,
+``bounded`` ones are checked as it is made. It declares what it needs (``Facts``) and
 what travels beside the weights (``extra_down``, ``extra_up``, ``scalars_up``), so that traffic can
 be planned and an update be refused before it is counted (``strategies.checking``).
 """
@@ -30,6 +31,7 @@ import numpy as np
 from atoll.errors import JobFailed, UsageError
 from strategies.checking import check_updates
 from strategies.layout import SHARED, Layout, Role
+from strategies.options import check_bounds
 from strategies.values import (
     LOCAL_SLOT,
     Broadcast,
@@ -56,6 +58,9 @@ class Strategy:
 
     name: ClassVar[str]
     FACTS: ClassVar[Facts]
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @property
     def facts(self) -> Facts:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from strategies.fedavg import FedAvg
 from strategies.fedprox import proximal
 from strategies.layout import SHARED
-from strategies.options import within
+from strategies.options import bounded
 from strategies.values import Facts, Phase, Uploads, Work
 
 if TYPE_CHECKING:
@@ -34,11 +34,7 @@ class Ditto(FedAvg):
         "FedAvg and a personal model near it", "Li 2021 (Ditto), Alg. 1", needs_client_state=True
     )
 
-    lam: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self.name, "lam", self.lam, 0.0, 100.0)
+    lam: float = bounded(1.0, 0.0, 100.0)
 
     def begin(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> tuple[Phase, ...]:
         common = super().begin(layout, broadcast, state)

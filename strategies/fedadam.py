@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from strategies.fedopt import FedOpt
-from strategies.options import within
+from strategies.options import bounded
 from strategies.values import Facts
 
 if TYPE_CHECKING:
@@ -26,14 +26,9 @@ class FedAdam(FedOpt):
     name: ClassVar[str] = "fedadam"
     FACTS: ClassVar[Facts] = Facts("Adam on the server", "Reddi 2021, Alg. 2")
 
-    b1: float = 0.9
-    b2: float = 0.99
+    b1: float = bounded(0.9, 0.0, 0.9999)
+    b2: float = bounded(0.99, 0.0, 0.999999)
     bias_correction: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self.name, "b1", self.b1, 0.0, 0.9999)
-        within(self.name, "b2", self.b2, 0.0, 0.999999)
 
     def _first(self, moment: Array, delta: Array) -> Array:
         return self.b1 * moment + (1.0 - self.b1) * delta

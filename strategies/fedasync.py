@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from strategies.fedprox import proximal
 from strategies.linear import Linear
-from strategies.options import within
+from strategies.options import bounded
 from strategies.values import Facts
 
 if TYPE_CHECKING:
@@ -32,12 +32,8 @@ class FedAsync(Linear):
         "each client's model mixed in as it comes", "Xie 2019, Alg. 1", needs_base=True
     )
 
-    alpha: float = 0.6
-    mu: float = 0.0
-
-    def __post_init__(self) -> None:
-        within(self.name, "alpha", self.alpha, 0.0, 1.0, open_low=True)
-        within(self.name, "mu", self.mu, 0.0, 100.0)
+    alpha: float = bounded(0.6, 0.0, 1.0, open_low=True)
+    mu: float = bounded(0.0, 0.0, 100.0)
 
     def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
         return proximal(layout, broadcast, self.mu)

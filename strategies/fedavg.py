@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from strategies.linear import Linear
-from strategies.options import within
+from strategies.options import bounded
 from strategies.values import Facts
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ class FedAvg(Linear):
     name: ClassVar[str] = "fedavg"
     FACTS: ClassVar[Facts] = Facts("mean of the models by samples", "McMahan 2017, Alg. 1")
 
-    server_lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        within(self.name, "server_lr", self.server_lr, 0.0, 10.0, open_low=True)
+    server_lr: float = bounded(1.0, 0.0, 10.0, open_low=True)
 
     def _step(self, state: ServerState, mean: Arrays, sums: Sums) -> tuple[Arrays, Slots]:
         return {n: state.weights[n] + delta * self.server_lr for n, delta in mean.items()}, state.slots

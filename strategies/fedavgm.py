@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from strategies.fedavg import FedAvg
 from strategies.layout import Role, zeros
-from strategies.options import within
+from strategies.options import bounded
 from strategies.values import Facts
 
 if TYPE_CHECKING:
@@ -33,12 +33,8 @@ class FedAvgM(FedAvg):
     name: ClassVar[str] = "fedavgm"
     FACTS: ClassVar[Facts] = Facts("FedAvg with momentum on the server", "Hsu 2019, section 4.2")
 
-    beta: float = 0.9
+    beta: float = bounded(0.9, 0.0, 0.9999)
     nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self.name, "beta", self.beta, 0.0, 0.9999)
 
     def _slots(self, layout: Layout, weights: Arrays) -> Slots:
         return {MOMENTUM: zeros(layout, Role.TRAINED)} if self.beta else {}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from strategies.layout import Role, zeros
 from strategies.linear import TRAINED, Linear
-from strategies.options import within
+from strategies.options import bounded
 from strategies.values import ClientState, Correction, Facts, Uploads, Work
 
 if TYPE_CHECKING:
@@ -40,10 +40,7 @@ class FedDyn(Linear):
     )
     BY_SAMPLES: ClassVar[bool] = False
 
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        within(self.name, "alpha", self.alpha, 0.0, 100.0, open_low=True)
+    alpha: float = bounded(0.1, 0.0, 100.0, open_low=True)
 
     def client_init(self, layout: Layout) -> ClientState:
         return ClientState({DUAL: zeros(layout, Role.TRAINED)})

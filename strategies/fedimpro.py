@@ -30,7 +30,7 @@ from strategies.base import advance
 from strategies.fedavg import FedAvg
 from strategies.fedimpro_graph import check_statistics
 from strategies.layout import Role
-from strategies.options import within
+from strategies.options import bounded
 from strategies.sums import Contribution, Sums, Term
 from strategies.values import Facts, Uploads
 
@@ -64,17 +64,10 @@ class FedImpro(FedAvg):
         asynchronous=False,
     )
 
-    beta: float = 0.0
-    ramp_rounds: float = 500.0
-    max_weight: float = 2.0
-    noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self.name, "beta", self.beta, 0.0, 0.9999)
-        within(self.name, "ramp_rounds", self.ramp_rounds, 1.0, 1e6)
-        within(self.name, "max_weight", self.max_weight, 0.0, 10.0)
-        within(self.name, "noise", self.noise, 0.0, 10.0)
+    beta: float = bounded(0.0, 0.0, 0.9999)
+    ramp_rounds: float = bounded(500.0, 1.0, 1e6)
+    max_weight: float = bounded(2.0, 0.0, 10.0)
+    noise: float = bounded(0.0, 0.0, 10.0)
 
     def adapt(self, layout: Layout) -> Layout:
         mine = (*PAIRS.values(), COUNTS)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from strategies.fedavgm import FedAvgM
 from strategies.fedprox import proximal
 from strategies.linear import SAMPLES, TRAINED
-from strategies.options import within
+from strategies.options import bounded
 from strategies.sums import Contribution, Sums, Term, divided
 from strategies.values import Correction, Facts, Scalar, Uploads, Work
 
@@ -59,12 +59,8 @@ class FedNova(FedAvgM):
         "deltas normalised by local steps", "Wang 2020, eq. 9 and table 1", sgd_only=True
     )
 
-    beta: float = 0.0
-    mu: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self.name, "mu", self.mu, 0.0, 100.0)
+    beta: float = bounded(0.0, 0.0, 0.9999)
+    mu: float = bounded(0.0, 0.0, 100.0)
 
     def scalars_up(self) -> tuple[Scalar, ...]:
         # Never below 1: a tiny one would let one client's delta through enlarged at will.

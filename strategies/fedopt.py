@@ -16,7 +16,7 @@ import numpy as np
 
 from strategies.layout import Role, zeros
 from strategies.linear import Linear
-from strategies.options import within
+from strategies.options import bounded
 
 if TYPE_CHECKING:
     from strategies.layout import Array, Arrays, Layout, Slots
@@ -30,12 +30,8 @@ FIRST, SECOND = "first_moment", "second_moment"
 class FedOpt(Linear):
     """``server_lr`` in (0, 100], ``tau`` in (0, 1]."""
 
-    server_lr: float = 0.1
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        within(self.name, "server_lr", self.server_lr, 0.0, 100.0, open_low=True)
-        within(self.name, "tau", self.tau, 0.0, 1.0, open_low=True)
+    server_lr: float = bounded(0.1, 0.0, 100.0, open_low=True)
+    tau: float = bounded(1e-3, 0.0, 1.0, open_low=True)
 
     def _slots(self, layout: Layout, weights: Arrays) -> Slots:
         first = zeros(layout, Role.TRAINED)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from strategies.fedavg import FedAvg
 from strategies.layout import Role
-from strategies.options import within
+from strategies.options import bounded
 from strategies.values import Correction, Facts
 
 if TYPE_CHECKING:
@@ -35,11 +35,7 @@ class FedProx(FedAvg):
     name: ClassVar[str] = "fedprox"
     FACTS: ClassVar[Facts] = Facts("FedAvg with a proximal term on the clients", "Li 2020, Alg. 2")
 
-    mu: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self.name, "mu", self.mu, 0.0, 100.0)
+    mu: float = bounded(0.01, 0.0, 100.0)
 
     def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
         return proximal(layout, broadcast, self.mu)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from strategies.fedadam import FedAdam
+from strategies.options import bounded
 from strategies.values import Facts
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class FedYogi(FedAdam):
     name: ClassVar[str] = "fedyogi"
     FACTS: ClassVar[Facts] = Facts("Yogi on the server", "Reddi 2021, Alg. 2")
 
-    server_lr: float = 0.01
+    server_lr: float = bounded(0.01, 0.0, 100.0, open_low=True)
 
     def _second(self, moment: Array, delta: Array) -> Array:
         square = delta * delta

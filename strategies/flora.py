@@ -32,7 +32,7 @@ from atoll.errors import UsageError
 from strategies.adapters import adapters_of
 from strategies.layout import Role
 from strategies.linear import WEIGHT, Linear
-from strategies.options import within
+from strategies.options import bounded
 from strategies.sums import Contribution, Term
 from strategies.values import Facts
 
@@ -63,13 +63,12 @@ class FLoRA(Linear):
         asynchronous=False,
     )
 
-    scaling: float = 1.0
-    seed: int = 0
+    scaling: float = bounded(1.0, 0.0, 1000.0, open_low=True)
+    seed: int = bounded(0, 0, 2**31)
     ranks: str = ""
 
     def __post_init__(self) -> None:
-        within(self.name, "scaling", self.scaling, 0.0, 1000.0, open_low=True)
-        within(self.name, "seed", self.seed, 0, 2**31)
+        super().__post_init__()
         _ranks(self.ranks)  # refused at submit
 
     def adapt(self, layout: Layout) -> Layout:

@@ -18,7 +18,7 @@ import numpy as np
 from atoll.errors import UsageError
 from strategies.base import Strategy, advance
 from strategies.layout import SHARED, Role
-from strategies.options import within
+from strategies.options import bounded
 from strategies.values import Facts
 
 if TYPE_CHECKING:
@@ -35,12 +35,8 @@ class Krum(Strategy):
         "the updates nearest to their neighbours", "Blanchard 2017, section 4", linear=False, secure=False
     )
 
-    faulty: int = 1
-    keep: int = 1
-
-    def __post_init__(self) -> None:
-        within(self.name, "faulty", self.faulty, 0, 1000)
-        within(self.name, "keep", self.keep, 1, 1000)
+    faulty: int = bounded(1, 0, 1000)
+    keep: int = bounded(1, 1, 1000)
 
     @property
     def min_updates(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from strategies.options import within
+from strategies.options import bounded
 from strategies.selection import Candidates, Outcome, Selection, Selector, draw, generator
 
 PACE_ROUNDS = 20
@@ -59,15 +59,10 @@ class Oort(Selector):
 
     name: ClassVar[str] = "oort"
 
-    explore: float = 0.9
-    decay: float = 0.98
-    least: float = 0.3
-    cut_off: float = 0.95
-
-    def __post_init__(self) -> None:
-        for option in ("explore", "decay", "least"):
-            within(self.name, option, getattr(self, option), 0.0, 1.0)
-        within(self.name, "cut_off", self.cut_off, 0.0, 1.0, open_low=True)
+    explore: float = bounded(0.9, 0.0, 1.0)
+    decay: float = bounded(0.98, 0.0, 1.0)
+    least: float = bounded(0.3, 0.0, 1.0)
+    cut_off: float = bounded(0.95, 0.0, 1.0, open_low=True)
 
     def init(self) -> OortState:
         return OortState()

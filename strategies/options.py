@@ -4,7 +4,7 @@ built."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import field, fields
 from math import isfinite
 from typing import Any
 
@@ -18,6 +18,18 @@ def within(rule: str, option: str, value: float, low: float, high: float, *, ope
     if not isfinite(value) or not low <= value <= high or (open_low and value == low):
         above = "more than " if open_low else ""
         raise UsageError(f"{rule}: {option} = {value:g}; give a number from {above}{low:g} to {high:g}")
+
+
+def bounded(default: Option, low: float, high: float, *, open_low: bool = False) -> Any:
+    """Return a dataclass field for an option that ``check_bounds`` holds to these bounds."""
+    return field(default=default, metadata={"low": low, "high": high, "open_low": open_low})
+
+
+def check_bounds(rule: Any) -> None:
+    """Raise UsageError for an option of a strategy or selector that is out of its ``bounded`` range."""
+    for option in fields(rule):
+        if option.metadata:
+            within(rule.name, option.name, getattr(rule, option.name), **option.metadata)
 
 
 def typed(kind: type[Any], given: Mapping[str, Option]) -> dict[str, Option]:

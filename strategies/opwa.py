@@ -23,7 +23,7 @@ from atoll.errors import UsageError
 from strategies.fedavg import FedAvg
 from strategies.layout import Role
 from strategies.linear import TRAINED
-from strategies.options import within
+from strategies.options import bounded
 from strategies.sums import Contribution, Sums, Term
 from strategies.values import Facts
 
@@ -46,14 +46,12 @@ class Opwa(FedAvg):
         secure=False,
     )
 
-    gamma: float = 5.0
-    overlap: int = 1
+    gamma: float = bounded(5.0, 1.0, 100.0)
+    overlap: int = bounded(1, 1, 1000)
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self.name, "gamma", self.gamma, 1.0, 100.0)
-        within(self.name, "overlap", self.overlap, 1, 1000)
         if self.error_feedback:
             raise UsageError(
                 "opwa and error feedback both restore what top-k leaves out, so together it counts twice; "

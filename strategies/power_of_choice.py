@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any, ClassVar
 
-from strategies.options import within
+from strategies.options import bounded
 from strategies.selection import Candidates, Selection, Selector, draw, generator
 
 
@@ -25,10 +25,7 @@ class PowerOfChoice(Selector):
 
     name: ClassVar[str] = "power_of_choice"
 
-    factor: float = 2.0
-
-    def __post_init__(self) -> None:
-        within(self.name, "factor", self.factor, 1.0, 1000.0)
+    factor: float = bounded(2.0, 1.0, 1000.0)
 
     def ask(self, candidates: Candidates, count: int, at_round: int, seed: int) -> tuple[str, ...]:
         weights = {name: float(candidate.n_samples) for name, candidate in candidates.items()}

@@ -21,7 +21,7 @@ from atoll.errors import BadUpdate, UsageError
 from strategies.checking import RATE
 from strategies.layout import Role
 from strategies.linear import TRAINED, WEIGHT, Linear
-from strategies.options import within
+from strategies.options import bounded
 from strategies.sums import Contribution, Term
 from strategies.values import Facts, Scalar, Uploads, Work
 
@@ -51,10 +51,7 @@ class QFedAvg(Linear):
         asynchronous=False,
     )
 
-    q: float = 0.1
-
-    def __post_init__(self) -> None:
-        within(self.name, "q", self.q, 0.0, 10.0)
+    q: float = bounded(0.1, 0.0, 10.0)
 
     def scalars_up(self) -> tuple[Scalar, ...]:
         return (Scalar(LOSS, 0.0, 1e6), Scalar(RATE, 1e-12, 1e3))

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from atoll.errors import UsageError
+from strategies.options import check_bounds
 
 UNKNOWN_S = 1.0  # of a round, before any was measured
 
@@ -54,6 +55,9 @@ class Selector:
     """The contract; fields of a subclass are its options."""
 
     name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def init(self) -> Any:
         """The state before round 0; None for a selector without one."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from strategies.options import within
+from strategies.options import bounded
 from strategies.robust import CoordinateWise
 from strategies.values import Facts
 
@@ -27,10 +27,7 @@ class TrimmedMean(CoordinateWise):
         "mean of every coordinate without its extremes", "Yin 2018, option II", linear=False, secure=False
     )
 
-    beta: float = 0.2
-
-    def __post_init__(self) -> None:
-        within(self.name, "beta", self.beta, 0.0, 0.49)
+    beta: float = bounded(0.2, 0.0, 0.49)
 
     def _combine(self, stack: Array) -> Array:
         n = len(stack)

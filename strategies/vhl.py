@@ -27,7 +27,7 @@ from strategies.fedavgm import FedAvgM
 from strategies.feddyn import FedDyn
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
-from strategies.options import parsed, typed, within
+from strategies.options import bounded, parsed, typed
 from strategies.scaffold import Scaffold
 from strategies.values import Facts
 
@@ -55,11 +55,11 @@ class Vhl(Around):
     )
 
     base: str = "fedavg"
-    match_epochs: int = 5
+    match_epochs: int = bounded(5, 0, 1_000_000)
     base_options: str = ""
 
     def __post_init__(self) -> None:
-        within(self.name, "match_epochs", self.match_epochs, 0, 1_000_000)
+        super().__post_init__()
         if self.base not in BASES:
             raise UsageError(f"vhl: base {self.base[:64]!r}; it goes around {', '.join(BASES)}")
         _ = self.inner  # whose options are checked where it is made
