@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from atoll.errors import BadFrame, StorageError
+from atoll.errors import BadFrame
 from atoll.opdag import DTYPE_BYTES, TensorMeta
 from compressors.base import MAX_HEADER_BYTES, Packet, parse_packet
+from hostos.files.refusals import disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,16 +85,12 @@ class HashingFile:
         self._scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._digest = hashlib.sha256()
         self.size = 0
-        try:
+        with disk(f"write {path}", "free space or choose another folder"):
             self._file = self._scratch.open("wb")
-        except OSError as error:
-            raise _refused(path, error) from None
 
     def write(self, data: bytes | memoryview) -> None:
-        try:
+        with disk(f"write {self.path}", "free space or choose another folder"):
             self._file.write(data)
-        except OSError as error:
-            raise _refused(self.path, error) from None
         self._digest.update(data)
         self.size += len(data)
 
@@ -103,14 +100,12 @@ class HashingFile:
 
     def finish(self, *, durable: bool = False) -> Stored:
         """Replace ``path``; ``durable``: so that it survives a power cut."""
-        try:
+        with disk(f"write {self.path}", "free space or choose another folder"):
             self._file.flush()
             if durable:
                 os.fsync(self._file.fileno())
             self._file.close()
             self._scratch.replace(self.path)
-        except OSError as error:
-            raise _refused(self.path, error) from None
         return Stored(self._digest.hexdigest(), self.size)
 
     def __enter__(self) -> Self:
@@ -301,11 +296,8 @@ def write_coded(
 
 def is_coded(path: Path) -> bool:
     """Which of the two forms a file has."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+    with disk(f"read {path}"), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def read_coded(path: Path, expected: Metas) -> Coded:
@@ -403,14 +395,12 @@ def most_file_bytes(expected: Metas) -> int:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
+    with disk(f"read {path}"), path.open("rb") as file:
+        try:
             # Private and writable: torch warns of memory it may not write to.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except ValueError:
-        raise BadFrame("a model file of 0 bytes") from None
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError:
+            raise BadFrame("a model file of 0 bytes") from None
 
 
 def _json(text: bytes) -> dict[str, Any]:
@@ -421,7 +411,3 @@ def _json(text: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise BadFrame(f"a model file's header is a {type(header).__name__}")
     return header
-
-
-def _refused(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write {path}: {error.strerror}; free space or choose another folder")

@@ -27,6 +27,7 @@ from typer.models import OptionInfo, TyperInfo
 
 from atoll.errors import AtollError, StorageError, UsageError
 from hostos import leaving
+from hostos.files.refusals import disk
 from hostos.installation import check_installation
 
 INTERRUPTED = 130
@@ -86,10 +87,8 @@ err = Lines(stderr=True, highlight=False, markup=False, emoji=False)
 
 def kept_folder(keep: Path) -> Path:
     """Make the folder of ``--keep``, and return its whole path. StorageError when it cannot be."""
-    try:
+    with disk(f"write {keep}", "give another --keep"):
         keep.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {keep}: {error.strerror}; give another --keep") from None
     return keep.resolve()
 
 

@@ -23,6 +23,8 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, StorageError, UsageError
 from compressors.deltas import HEAD_BYTES, decode, head_of
+from hostos.files.private_files import private_folder
+from hostos.files.refusals import disk
 from hostos.retries import retrying, stop_after_pauses
 from protos.blob_transfer import BlobPort, Change, Chunk, LocalBlob, Patch, fetch, upload
 from worker.cancel import Cancel
@@ -59,12 +61,7 @@ class BlobCache:
         self.changed = threading.Condition()
         self.busy: set[str] = set()  # being fetched: two that write one file would spoil it
         self._verified_s: dict[str, float] = {}
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"cannot create {directory}: {error.strerror}; choose another --state-dir"
-            ) from None
+        private_folder(directory)
 
     def path(self, name: str) -> Path:
         return self._directory / name
@@ -133,7 +130,7 @@ class BlobCache:
         """Append a chunk; a blob's last chunk verifies it. BadFrame when the hash differs."""
         path = self.path(chunk.hash)
         part = path.with_suffix(".part")
-        try:
+        with disk(f"write {path}", "free space or choose another --state-dir"):
             with part.open("ab") as file:
                 if file.tell() != chunk.offset:
                     raise BadFrame(f"blob {chunk.hash[:12]}: bytes at {chunk.offset}, expected {file.tell()}")
@@ -148,10 +145,6 @@ class BlobCache:
                 os.fsync(file.fileno())
             part.replace(path)
             self._verified_s[chunk.hash] = time.monotonic()
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {path}: {error.strerror}; free space or choose another --state-dir"
-            ) from None
 
     def trim(self, keep: Iterable[str] = ()) -> None:
         """Delete the least recently used blobs beyond the bound, never those in ``keep``.
@@ -538,10 +531,8 @@ def _pieces(path: Path, offset: int) -> Iterator[bytes]:
     """The file's bytes from ``offset`` on. StorageError unless it is a plain file: who wrote it may have put
     a link there, to what is none of its business."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    try:
+    with disk(f"read {path}"):
         descriptor = os.open(path, flags)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from None
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise StorageError(f"{path} is not a plain file")

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from experiments.datasets.corpora import PARTED, Document, Mnist, Ratings
 from experiments.datasets.fonts import Writers
+from hostos.files.refusals import disk
 from strategies import partition_data
 
 if TYPE_CHECKING:
@@ -177,12 +178,10 @@ def _finish(split: Split, schema: list[str], out: Path) -> Split:
 
 def _fresh(out: Path) -> None:
     """An empty folder: files of an older split among new ones would be registered by mistake."""
-    try:
+    with disk(f"write to {out}", "give --out another folder"):
         out.mkdir(parents=True, exist_ok=True)
         if next(out.iterdir(), None) is not None:
             raise UsageError(f"{out} is not empty; give --out another folder")
-    except OSError as error:
-        raise StorageError(f"cannot write to {out}: {error.strerror}; give --out another folder") from None
 
 
 def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
@@ -192,9 +191,5 @@ def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    try:
+    with disk(f"write {path}", "free some space or change --out"):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; free some space or change --out"
-        ) from None

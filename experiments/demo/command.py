@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from atoll.errors import StorageError
 from hostos.command_line import AsJson, err, out, print_json
+from hostos.files.refusals import disk
 
 EXAMPLES = (
     "Examples: atoll demo; atoll demo --keep shown   (then read shown/job.py, a job file to start from)"
@@ -46,11 +46,9 @@ def demo(
     with ExitStack() as stack:
         stack.enter_context(ended_by_signals())
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-demo-")))
-        try:
+        with disk(f"write {folder}", "give another --keep"):
             folder.mkdir(parents=True, exist_ok=True)
             scene = small_scene(folder.resolve(), steps)
-        except OSError as error:
-            raise StorageError(f"cannot write {folder}: {error.strerror}; give another --keep") from None
         shown = stack.enter_context(Shown(err if json else out))
         outcome = play(scene, folder.resolve(), shown)
     if json:

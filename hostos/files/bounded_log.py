@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import StorageError
 from hostos.files.private_files import private_folder
+from hostos.files.refusals import disk
 
 MAX_BYTES = 4 << 20  # of one file
 FILES = 8
@@ -33,16 +33,13 @@ class BoundedLog:
         """Append a line. StorageError when the disk refuses."""
         data = _line(line).encode() + b"\n"
         path = _path(self._folder, 0)
-        try:
-            with _APPENDING:
-                private_folder(self._folder)
-                if path.exists() and path.stat().st_size + len(data) > self._max_bytes:
-                    self._rotate()
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-                with os.fdopen(descriptor, "ab") as file:
-                    file.write(data)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}; free space there") from None
+        with disk(f"write {path}", "free space there"), _APPENDING:
+            private_folder(self._folder)
+            if path.exists() and path.stat().st_size + len(data) > self._max_bytes:
+                self._rotate()
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(descriptor, "ab") as file:
+                file.write(data)
 
     def _rotate(self) -> None:
         _path(self._folder, FILES - 1).unlink(missing_ok=True)

@@ -8,10 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from hostos.files.file_locks import lock
+from hostos.files.refusals import disk
 
 MAX_FILE_BYTES = 512
+REMEDY = "choose another --state-dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +38,16 @@ class FolderLock:
         StorageError when the folder cannot be written or its file system has no locks.
         """
         self._path = path
-        try:
+        with disk(f"lock {path}", REMEDY):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise _unusable(path, error) from None
         try:
-            lock(self._descriptor, wait=False)
-        except (OSError, UsageError) as error:
-            os.close(self._descriptor)
-            if isinstance(error, UsageError):
-                raise
-            if isinstance(error, BlockingIOError):
-                raise UsageError(refusal(_read(path))) from None
-            raise _unusable(path, error) from None
-        try:
-            self.note("")
+            with disk(f"lock {path}", REMEDY):
+                try:
+                    lock(self._descriptor, wait=False)
+                except BlockingIOError:
+                    raise UsageError(refusal(_read(path))) from None
+                self.note("")
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -59,11 +55,9 @@ class FolderLock:
     def note(self, address: str) -> None:
         """Say in the file which process this is and where it answers. StorageError when the disk refuses."""
         text = f"{os.getpid()} {address}".strip().encode()
-        try:
+        with disk(f"lock {self._path}", REMEDY):
             os.pwrite(self._descriptor, text, 0)
             os.ftruncate(self._descriptor, len(text))
-        except OSError as error:
-            raise _unusable(self._path, error) from None
 
     def release(self) -> None:
         """Let the next process in; a second call does nothing."""
@@ -99,7 +93,3 @@ def _read(path: Path) -> Holder:
     if not process.isdigit() or len(process) >= 12:
         return Holder()
     return Holder(int(process), address if address.isprintable() else "")
-
-
-def _unusable(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot lock {path}: {error.strerror}; choose another --state-dir")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
 from hostos.files.private_files import write_private
+from hostos.files.refusals import disk
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -49,13 +50,12 @@ def raise_version(folder: Path, current: int) -> None:
 
 def _read(path: Path) -> int | None:
     """The version that the file holds; None where there is no file."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES).strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}; choose another --state-dir") from None
+    with disk(f"read {path}", "choose another --state-dir"):
+        try:
+            with path.open("rb") as file:
+                text = file.read(MAX_FILE_BYTES).strip()
+        except FileNotFoundError:
+            return None
     if not text.isdigit():
         raise StorageError(f"{path} is damaged, it holds no version; restore it from a backup")
     return int(text)

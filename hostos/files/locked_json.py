@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from atoll.errors import StorageError
 from hostos.files.file_locks import lock
 from hostos.files.private_files import private_folder, write_private
+from hostos.files.refusals import disk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,10 +33,8 @@ def changing(path: Path, max_bytes: int) -> Iterator[dict[str, Any]]:
     Raises StorageError when the disk refuses.
     """
     private_folder(path.parent)
-    try:
+    with disk(f"write {path}", "free space there"):
         opened = (path.parent / "lock").open("w")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; free space there") from None
     with opened:
         lock(opened)
         found = read_object(path, max_bytes)

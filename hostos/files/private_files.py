@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
+from hostos.files.refusals import disk
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -24,13 +25,10 @@ def state_folder(folder: Path, known: Collection[str]) -> None:
     names of an earlier start: a mistyped ``--state-dir /`` must not lock everybody out. Raises
     StorageError when it holds other things alone, belongs to somebody else or cannot be closed.
     """
-    try:
+    mode, names = 0, list[str]()
+    with disk(f"use {folder}", "choose another --state-dir"), suppress(FileNotFoundError):
         mode = stat.S_IMODE(folder.stat().st_mode)
         names = os.listdir(folder) if mode & _OTHERS else []
-    except FileNotFoundError:
-        mode, names = 0, []
-    except OSError as error:
-        raise _refused(folder, "cannot use", error) from None
     if names and not any(name in known for name in names):
         raise StorageError(
             f"{folder} (mode {mode:04o}) is open to other users and holds other things "
@@ -45,11 +43,9 @@ def private_folder(folder: Path) -> None:
 
     Raises StorageError when the disk refuses, or the folder is open and belongs to somebody else.
     """
-    try:
+    with disk(f"create {folder}", "choose another --state-dir"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except OSError as error:
-        raise _refused(folder, "cannot create", error) from None
     if not found.st_mode & _OTHERS:
         return
     try:
@@ -108,7 +104,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _refused(folder: Path, what: str, error: OSError) -> StorageError:
-    return StorageError(f"{what} {folder}: {error.strerror}; choose another --state-dir")

@@ -17,8 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from atoll.errors import AtollError, StorageError, UsageError
+from atoll.errors import AtollError, UsageError
 from hostos.app_guard import Guarded
+from hostos.files.refusals import disk
 from hostos.packages import bounded_pip
 from hostos.packages.pinned import Pinned, normal, requirements
 
@@ -79,7 +80,7 @@ def fetch(
     if importlib.util.find_spec("pip") is None:
         raise UsageError("pip is not installed beside Atoll there; `python -m ensurepip` installs it")
     wheels, home = scratch / "wheels", scratch / "home"
-    try:
+    with disk(f"fetch packages into {scratch}", "free space there"):
         for folder in (wheels, home):
             folder.mkdir(mode=0o700)
         (home / "packages.txt").write_text(requirements(packages))
@@ -99,10 +100,6 @@ def fetch(
                 wrong = _awaited(guarded, scratch, most_bytes, stop, time.monotonic() + within_s)
             finally:
                 guarded.end()
-    except OSError as error:
-        raise StorageError(
-            f"cannot fetch packages into {scratch}: {error.strerror}; free space there"
-        ) from None
     code = guarded.process.returncode
     if wrong or code:
         named = ", ".join(map(str, packages[:8])) + (" and more" if len(packages) > 8 else "")

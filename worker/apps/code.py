@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from atoll.errors import AccessDenied, StorageError
+from atoll.errors import AccessDenied
 from hostos.files import frozen_folder
 from hostos.files.frozen_folder import difference, protect
+from hostos.files.refusals import disk
 from protos.app_bundle import AppSpec, opened
 
 _unpacking = threading.Lock()
@@ -59,13 +60,10 @@ def unpack(data: bytes, expected: str, folder: Path) -> AppCode:
     spec, contents = opened(data, expected)
     files = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in contents.items()}
     code = AppCode(expected, folder, spec, files)
-    try:
-        with _unpacking:
-            if not code.intact():
-                _write(contents, folder)
-            protect(folder)
-    except OSError as error:
-        raise StorageError(f"cannot write {folder}: {error.strerror}; free space there") from None
+    with disk(f"write {folder}", "free space there"), _unpacking:
+        if not code.intact():
+            _write(contents, folder)
+        protect(folder)
     return code
 
 
@@ -85,8 +83,5 @@ def _write(contents: Mapping[str, bytes], folder: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Remove an app's unpacked files, where there are any. Raises StorageError."""
-    try:
-        with _unpacking:
-            frozen_folder.remove(folder)
-    except OSError as error:
-        raise StorageError(f"cannot remove {folder}: {error.strerror}; remove it yourself") from None
+    with disk(f"remove {folder}", "remove it yourself"), _unpacking:
+        frozen_folder.remove(folder)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from atoll.errors import BadFrame, StorageError, UsageError
+from atoll.errors import BadFrame, UsageError
+from hostos.files.refusals import disk
 from hostos.packages import pinned
 from hostos.packages.fetching import NotFetched, checked_source
 from hostos.packages.shelf import Shelf
@@ -64,11 +65,9 @@ class OfferedApp:
         """Its files, once its owner has accepted it. Raises StorageError."""
         store = self._context.store
         folder = store.code_dir(self._app.hash)
-        try:
+        with disk(f"create {folder}"):
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             outbox.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot create {folder}: {error.strerror}") from None
         code = unpack(data, self._app.hash, folder)
         store.offers.drop(self._app.hash)
         return code

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from hostos.files.private_files import private_folder, write_private
+from hostos.files.refusals import disk
 from protos.app_bundle import opened
 
 FOLDER, SUFFIX = "offered", ".bundle"
@@ -55,10 +56,8 @@ class Offers:
 
     def drop(self, name: str) -> None:
         """Remove a bundle: it was accepted, and is unpacked, or refused. Raises StorageError."""
-        try:
+        with disk(f"remove {self._path(name)}"):
             self._path(name).unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot remove {self._path(name)}: {error.strerror}") from None
 
     def sweep(self, keep: str = "") -> None:
         """Remove what is over: the oldest, and those that nobody accepted in time."""

@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from hostos.files.folder_lock import FolderLock
+from hostos.files.refusals import disk
 from worker.cli.manners import LOOK_S
 from worker.cli.running import LOCK_FILE, running_process
 
@@ -78,13 +79,11 @@ def forget(folder: Path) -> tuple[list[Removed], list[str]]:
 
 
 def _remove(path: Path, what: str) -> Removed:
-    try:
+    with disk(f"remove {path}", "remove it yourself"):
         if path.is_symlink() or not path.is_dir():
             nbytes = path.lstat().st_size
             path.unlink()
         else:
             nbytes = sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
             shutil.rmtree(path)
-    except OSError as error:
-        raise StorageError(f"cannot remove {path}: {error.strerror}; remove it yourself") from None
     return Removed(path.name, what, nbytes)

@@ -13,9 +13,10 @@ from typing import Annotated
 
 import typer
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from hostos.command_line import AsJson, err, out, print_json
 from hostos.files.private_files import write_private
+from hostos.files.refusals import disk
 from worker.cli.options import StateDir
 from worker.config import default_state_dir, make_config
 
@@ -163,10 +164,8 @@ def _carry_out(service: Service, *, remove: bool) -> str:
     disk refuses."""
     failed = ""
     if not remove:
-        try:
+        with disk(f"create {service.path.parent}"):
             service.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot create {service.path.parent}: {error.strerror}") from None
         write_private(service.path, service.text.encode())
     for command in service.end if remove else service.begin:
         failed = failed or _failure(command)

@@ -21,6 +21,7 @@ from atoll.errors import StorageError, UsageError
 from atoll.federated import checked_name
 from atoll.messages.from_worker import MAX_CLIENTS
 from hostos.files.private_files import write_private
+from hostos.files.refusals import disk
 from strategies.partition_data import parts_of
 from worker.data.registry import dataset_folder, load_dataset, open_dataset
 
@@ -129,12 +130,10 @@ def _write(
         "sha256": sha256(facts + data).hexdigest(),
         "clients": sizes,
     }
-    try:
+    with disk(f"write {folder}", "free some space"):
         (folder / LIST).unlink(missing_ok=True)  # it names the rows that are written now
         write_private(folder / ROWS, data)
         write_private(folder / LIST, json.dumps(listed).encode())
-    except OSError as error:
-        raise StorageError(f"cannot write {folder}: {error.strerror}; free some space") from None
     found = load_population(state_dir, name)
     assert found is not None  # noqa: S101 - just written
     return found

@@ -27,6 +27,7 @@ from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import DatasetFacts, FieldFacts, checked_name
 from atoll.messages.from_worker import MAX_DATASETS
 from hostos.files.private_files import private_folder, write_private
+from hostos.files.refusals import disk
 from worker.config import make_state_dir
 from worker.data.policy import UNSTATED, Policy, policy_from_json
 from worker.data.schema import FieldSchema, parse_schema, sources_of
@@ -211,12 +212,10 @@ def remove_dataset(state_dir: Path, name: str) -> None:
     folder = state_dir / FOLDER / name
     if not folder.is_dir():
         load_dataset(state_dir, name)
-    try:
+    with disk(f"remove {folder}"):
         gone = folder.with_name(f".{name}.{secrets.token_hex(4)}")
         folder.replace(gone)  # at once, whatever becomes of the deletion
         shutil.rmtree(gone)
-    except OSError as error:
-        raise StorageError(f"cannot remove {folder}: {error.strerror or error}") from None
 
 
 def verify_dataset(state_dir: Path, name: str, progress: Progress = lambda done, total: None) -> Dataset:

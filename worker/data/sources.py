@@ -20,6 +20,7 @@ import numpy as np
 
 from atoll.errors import StorageError, UsageError
 from atoll.idx import MAX_HEADER_BYTES, IdxHeader, check_length, looks_like_idx, parse_header
+from hostos.files.refusals import disk
 
 if TYPE_CHECKING:
     from worker.data.transforms import Array
@@ -76,7 +77,7 @@ def open_source(path: Path, form: Form, wanted: Sequence[str]) -> Source:
     if not path.exists():
         raise UsageError(f"{path} does not exist; give a file or a folder")
     kind = form.format or _guess(path, wanted)
-    try:
+    with disk(f"read {path}", "check its permissions"):
         if kind == "idx":
             return IdxSource(path)
         if kind == "safetensors":
@@ -86,8 +87,6 @@ def open_source(path: Path, form: Form, wanted: Sequence[str]) -> Source:
             return CsvSource(path, "\t" if tabs else form.delimiter, form.header)
         if kind == "text":
             return TextSource(path)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}; check its permissions") from None
     raise UsageError(f"no format {form.format[:40]!r}; there are {', '.join(FORMATS)}")
 
 

@@ -19,6 +19,7 @@ import torch
 
 from atoll.errors import StorageError
 from atoll.job import Place
+from hostos.files.refusals import disk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,11 +72,9 @@ class FileShelf:
         """Take a tensor of bytes; return its number. StorageError where the disk does not."""
         offset = _whole(sum(self._places[-1])) if self._places else 0
         left = _bytes_of(data.cpu())
-        try:
+        with disk("store activations"):
             for at in range(0, len(left), PIECE):
                 self._write(left[at : at + PIECE], offset + at)
-        except OSError as error:
-            raise StorageError(f"cannot store activations: {error.strerror}") from None
         self._places.append((offset, data.numel()))
         return len(self._places) - 1
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from atoll.errors import BadFrame, StorageError
+from atoll.errors import BadFrame
 from compressors.container import is_coded, most_file_bytes, read_dense, write_dense
 from compressors.model_file import read_delta, read_model
+from hostos.files.refusals import disk
 
 if TYPE_CHECKING:
     from atoll.messages.to_worker import Model
@@ -57,12 +58,8 @@ class Models:
         self._folder, self._blobs, self._expected = folder, blobs, expected
         self._progress = progress
         self._arrived = 0
-        try:
+        with disk(f"write {folder}", "choose another --state-dir"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {folder}: {error.strerror}; choose another --state-dir"
-            ) from None
 
     def fetch(self, ref: Model, cancel: Cancel) -> Fetched:
         """The broadcast's arrays. BadFrame when it is not what the rule sends down, ConnectionFailed,

@@ -30,6 +30,7 @@ from atoll.federated import residual_counts
 from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
 from hostos.files.private_files import write_private
+from hostos.files.refusals import disk
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
 from worker.federated.kept.folders import MAX_BYTES, forget_old, job_folder, size_of
@@ -60,12 +61,10 @@ class ClientStore:
     def __init__(self, state_dir: Path, job: str, max_bytes: int = MAX_BYTES) -> None:
         self.folder = job_folder(state_dir, job)
         self.max_bytes = max_bytes
-        try:
+        with disk(f"write {self.folder}", "free space or choose another --state-dir"):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.utime(self.folder)
             self.make_room(0)
-        except OSError as error:
-            raise _refused(self.folder, error) from None
 
     def make_room(self, n_bytes: int) -> None:
         """For so much more of this job's: what older jobs left goes until it fits. StorageError when it
@@ -181,10 +180,8 @@ class Draft:
         self._done = True
 
     def _make_place(self) -> None:
-        try:
+        with disk(f"write {self._place}", "free space or choose another --state-dir"):
             self._place.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise _refused(self._place, error) from None
 
     def __enter__(self) -> Draft:
         return self
@@ -198,7 +195,3 @@ class Draft:
 
 def _read(path: Path) -> dict[str, Array]:
     return read_dense(path, dense_metas(path)) if path.is_file() else {}
-
-
-def _refused(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write {path}: {error.strerror}; free space or choose another --state-dir")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.errors import StorageError, UsageError
 from hostos.files.file_locks import lock
 from hostos.files.private_files import private_folder, write_private
+from hostos.files.refusals import disk
 from strategies.privacy.samples import BUDGET_DELTA, Charge, epsilon
 from worker.federated.kept.folders import FOLDER
 
@@ -74,14 +75,12 @@ class SampleLedger:
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Any]]:
         private_folder(self.path.parent)
-        try:
-            with self.path.with_name("samples.lock").open("w") as opened:
-                lock(opened)
-                found = self._read()
-                yield found
-                write_private(self.path, json.dumps(found).encode())
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror}; free space there") from None
+        at = self.path.with_name("samples.lock")
+        with disk(f"write {self.path}", "free space there"), at.open("w") as opened:
+            lock(opened)
+            found = self._read()
+            yield found
+            write_private(self.path, json.dumps(found).encode())
 
     def _read(self) -> dict[str, Any]:
         try:

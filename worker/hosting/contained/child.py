@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import AtollError, StorageError
+from hostos.files.refusals import disk
 from protos import atoll_compute_pb2 as pb
 from protos.child_pipe import Gone, Pipe, framed
 from worker.hosting import TUNED
@@ -202,11 +203,9 @@ class Child:
 def make_scratch(state_dir: Path, name: str) -> Path:
     """Make an empty folder for what a compute process stores. Raises StorageError."""
     folder = state_dir / SCRATCH / name
-    try:
+    with disk(f"create {folder}", "choose another --state-dir"):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
-    except OSError as error:
-        raise StorageError(f"cannot create {folder}: {error.strerror}; choose another --state-dir") from None
     return folder
 
 
