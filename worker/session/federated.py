@@ -14,7 +14,7 @@ from atoll.secure import Stage
 from atoll.transitions import Transitions
 from worker.session import events as ev
 from worker.session import instructions as do
-from worker.session.state import WELCOMED, Kind, Phase, Session, Step, acknowledged, drop, ignore, send
+from worker.session.state import WELCOMED, Kind, Phase, Session, Step, acknowledged, clear, drop, ignore, send
 
 TRANSITIONS: Transitions[Session, [], Step] = Transitions(Phase, ev.Event)
 MEMBERS = (Phase.ENROLLED, Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND)
@@ -29,20 +29,11 @@ def _invited(state: Session, event: ev.Participate) -> Step:
         if event.version == state.version and state.phase in MEMBERS:
             return state, (do.Send(state.joined),) if state.joined else ()
     dropped = drop(state, f"replaced by {event.job} version {event.version}")
-    state = replace(
-        state,
-        phase=Phase.JOINING,
-        job=event.job,
-        assigned=event.version,
-        eras=((0, event.version),),
-        peers=frozenset(),
-        step=0,
-        commit=None,
-        pending=None,
-        whole=False,
-        unacknowledged=(),
+    eras = ((0, event.version),)
+    joining = clear(
+        state, Phase.JOINING, job=event.job, assigned=event.version, eras=eras, step=0, whole=False
     )
-    return state, (*dropped, event)
+    return joining, (*dropped, event)
 
 
 @TRANSITIONS.on(Phase.JOINING)

@@ -31,6 +31,7 @@ from worker.session.state import (
     Session,
     Step,
     acknowledged,
+    clear,
     drop,
     ignore,
     send,
@@ -145,17 +146,7 @@ def _dismissed(state: Session, event: ev.Dismiss) -> Step:
 @TRANSITIONS.on(*LIVE - {Phase.PAUSED})
 def _pause(state: Session, event: ev.PauseAsked) -> Step:
     """Leave the job and free the machine; the session goes on."""
-    paused = replace(
-        state,
-        phase=Phase.PAUSED,
-        job="",
-        eras=(),
-        peers=frozenset(),
-        exchange=None,
-        commit=None,
-        unacknowledged=(),
-    )
-    return paused, (*drop(state, event.reason), do.Suspend(event.reason))
+    return clear(state, Phase.PAUSED), (*drop(state, event.reason), do.Suspend(event.reason))
 
 
 @TRANSITIONS.on(Phase.PAUSED)
@@ -182,9 +173,9 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
     eras = event.eras
     if not (event.standby and eras and eras[-1][1] >= event.version):  # else up to the newest announced one
         eras = (*eras, (event.first_step if eras else 0, event.version))
-    state = replace(
+    state = clear(
         state,
-        phase=Phase.LOADING,
+        Phase.LOADING,
         job=event.job,
         assigned=event.version,
         eras=eras,
@@ -196,10 +187,7 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         joining=event.joining,
         standby=event.standby,
         repeated=0,
-        commit=None,
-        pending=None,
         whole=False,
-        unacknowledged=(),
     )
     return state, (*dropped, event)
 
@@ -213,21 +201,7 @@ def _released(state: Session, event: ev.Release) -> Step:
     # A release of a version that we do not know (its Assign was lost) still ends the older one.
     if event.job != state.job or event.version < state.assigned:
         return ignore(state)
-    dropped = drop(state, event.reason)
-    cleared = replace(
-        state,
-        phase=Phase.IDLE,
-        job="",
-        assigned=0,
-        eras=(),
-        peers=frozenset(),
-        standby=False,
-        exchange=None,
-        commit=None,
-        pending=None,
-        unacknowledged=(),
-    )
-    return cleared, dropped
+    return clear(state, Phase.IDLE), drop(state, event.reason)
 
 
 @TRANSITIONS.on(Phase.LOADING)

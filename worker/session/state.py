@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from atoll.exchange import Exchange
 from atoll.messages.from_worker import Held
@@ -71,6 +72,11 @@ class Kept:
     key: str = ""  # of the clients that an update is of
 
 
+_OF_JOB = (
+    "job", "assigned", "eras", "peers", "exchange", "standby", "commit", "pending", "unacknowledged"
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """State that decides what the next event means. ``unacknowledged`` holds one message of each kind, of a
@@ -133,6 +139,12 @@ def held(state: Session) -> Held | None:
     ready = state.phase in (Phase.WAITING, Phase.APPLYING)
     loaded = state.phase is not Phase.LOADING
     return Held(state.job, state.assigned, state.due + 1 if applied else state.step, loaded, ready)
+
+
+def clear(state: Session, phase: Phase, **job: Any) -> Session:
+    """Return a session in another phase, which knows nothing of a job but ``job``."""
+    empty = Session()
+    return replace(state, phase=phase, **{name: getattr(empty, name) for name in _OF_JOB} | job)
 
 
 Step = tuple[Session, tuple[Instruction, ...]]
