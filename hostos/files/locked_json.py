@@ -18,12 +18,22 @@ if TYPE_CHECKING:
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """Return the object in a file; one that is missing, damaged or larger than ``max_bytes`` is empty."""
     try:
-        if path.stat().st_size > max_bytes:
-            return {}
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        return sound_object(path, max_bytes)
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def sound_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the object in a file. Raises OSError, and ValueError for one that is damaged or too large."""
+    if path.stat().st_size > max_bytes:
+        raise ValueError(f"more than {max_bytes} bytes")
+    try:
+        found = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -263,13 +263,5 @@ def _apps(items: Mapping[str, Any]) -> dict[str, KnownApp]:
 
 
 def _facts(item: Any) -> dict[str, Any]:
-    kinds = {
-        "name": str,
-        "version": str,
-        "publisher": str,
-        "signer": str,
-        "asked_s": float,
-        "refused_s": float,
-        "accepted_s": float,
-    }
-    return {key: kind(item[key]) for key, kind in kinds.items() if key in item}
+    known = {field.name: type(field.default) for field in fields(KnownApp) if field.name != "hash"}
+    return {name: kind(item[name]) for name, kind in known.items() if name in item}

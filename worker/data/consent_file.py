@@ -7,7 +7,6 @@ A file that is there and cannot be read is an error at every use, so nothing lea
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sqlite3
@@ -19,6 +18,7 @@ from typing import Any
 from atoll.errors import StorageError
 from hostos.files.file_locks import lock
 from hostos.files.folder_version import raise_version
+from hostos.files.locked_json import sound_object
 from hostos.files.private_files import private_file, private_folder, sync_folder
 from worker.config import FOLDER_VERSION, make_state_dir
 
@@ -173,16 +173,11 @@ def _connected(path: Path) -> sqlite3.Connection:
 def _older(path: Path) -> dict[str, Any]:
     """The JSON object of an older Atoll; empty where there is none. StorageError for a damaged file."""
     try:
-        if path.stat().st_size > MAX_OLDER_BYTES:
-            raise _damaged(path, f"larger than {MAX_OLDER_BYTES >> 20} MiB")
-        found = json.loads(path.read_text())
+        return sound_object(path, MAX_OLDER_BYTES)
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError):
-        raise _damaged(path) from None
-    if not isinstance(found, dict):
-        raise _damaged(path)
-    return found
+    except ValueError as error:
+        raise _damaged(path, str(error)[:100]) from None
 
 
 def _damaged(path: Path, why: str = "") -> StorageError:

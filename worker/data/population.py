@@ -13,13 +13,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from atoll.errors import StorageError, UsageError
 from atoll.federated import checked_name
 from atoll.messages.from_worker import MAX_CLIENTS
+from hostos.files.locked_json import sound_object
 from hostos.files.private_files import write_private
 from hostos.files.refusals import disk
 from strategies.partition_data import parts_of
@@ -100,9 +101,7 @@ def load_population(state_dir: Path, name: str) -> Population | None:
     if not (folder / LIST).is_file():
         return None
     try:
-        if (folder / LIST).stat().st_size > MAX_LIST_BYTES:
-            raise ValueError("too large")
-        found: dict[str, Any] = json.loads((folder / LIST).read_text())
+        found = sound_object(folder / LIST, MAX_LIST_BYTES)
         clients = {checked_name("client", who): int(size) for who, size in found["clients"].items()}
         total = sum(clients.values())
         if found["version"] != VERSION or (folder / ROWS).stat().st_size != 8 * total:

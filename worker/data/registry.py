@@ -26,6 +26,7 @@ import numpy as np
 from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import DatasetFacts, FieldFacts, checked_name
 from atoll.messages.from_worker import MAX_DATASETS
+from hostos.files.locked_json import sound_object
 from hostos.files.private_files import private_folder, write_private
 from hostos.files.refusals import disk
 from worker.config import make_state_dir
@@ -163,9 +164,7 @@ def load_dataset(state_dir: Path, name: str) -> Dataset:
         known = ", ".join(d.name for d in list_datasets(state_dir)) or "none"
         raise UsageError(f"no data set {name!r} is registered here ({known}); see `atoll-worker data add`")
     try:
-        if manifest.stat().st_size > MAX_MANIFEST_BYTES:
-            raise ValueError("too large")
-        dataset = _from_json(manifest.read_text(), name)
+        dataset = _from_json(sound_object(manifest, MAX_MANIFEST_BYTES), name)
         dataset.facts  # noqa: B018 - its bounds
         for field in dataset.fields:
             found, due = (folder / f"{field.name}.bin").stat().st_size, field.bytes_of(dataset.n_samples)
@@ -313,9 +312,8 @@ def _to_json(dataset: Dataset) -> str:
     return json.dumps({"version": VERSION, **facts, "sha256": dataset.sha256}, indent=1) + "\n"
 
 
-def _from_json(text: str, name: str) -> Dataset:
+def _from_json(found: dict[str, Any], name: str) -> Dataset:
     """ValueError, KeyError or TypeError for what ``_to_json`` has not written."""
-    found: dict[str, Any] = json.loads(text)
     if found["version"] != VERSION or found["name"] != name:
         raise ValueError(f"version {found['version']!r} of {found['name']!r}")
     fields = tuple(

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hostos.files.locked_json import sound_object
 from hostos.files.private_files import write_private
 
 APPLIED_FILE = "applied.json"
@@ -33,9 +34,7 @@ def read_applied(folder: Path) -> Applied | None:
     """Return what was written last, None where nothing readable was."""
     path = folder / APPLIED_FILE
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return None
-        found = json.loads(path.read_text())
+        found = sound_object(path, MAX_FILE_BYTES)
         numbers = [int(number) for number in found["stamp"]]
         stamp = (numbers[0], numbers[1], numbers[2])
         unknown = tuple(str(what) for what in found["unknown"])

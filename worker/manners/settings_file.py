@@ -7,7 +7,6 @@ their defaults. The token is never in it.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import tomlkit
 
 from atoll.errors import StorageError, UsageError
+from hostos.files.locked_json import read_object
 from hostos.files.private_files import write_private
 
 SETTINGS_FILE = "settings.toml"
@@ -39,7 +39,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             raise UsageError(f"{path} is larger than {MAX_FILE_BYTES >> 10} KiB; delete all but settings")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return _older(folder / OLDER_FILE)
+        return read_object(folder / OLDER_FILE, MAX_FILE_BYTES)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -70,13 +70,3 @@ def stamp(folder: Path) -> tuple[int, int, int]:
     except OSError:
         return 0, 0, 0
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _older(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return {}
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -29,6 +29,7 @@ from atoll.errors import BadFrame, StorageError
 from atoll.federated import residual_counts
 from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
+from hostos.files.locked_json import sound_object
 from hostos.files.private_files import write_private
 from hostos.files.refusals import disk
 from strategies.files import client_state_of, slot_arrays
@@ -135,9 +136,7 @@ class ClientStore:
     def _pointer(self, name: str) -> Pointer | None:
         path = self.folder / name
         try:
-            if path.stat().st_size > MAX_POINTER_BYTES:
-                return None
-            found = json.loads(path.read_text())
+            found = sound_object(path, MAX_POINTER_BYTES)
             pointer = Pointer(int(found["round"]), str(found["folder"]), str(found["codec"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None

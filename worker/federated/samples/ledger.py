@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import StorageError, UsageError
 from hostos.files.file_locks import lock
+from hostos.files.locked_json import sound_object
 from hostos.files.private_files import private_folder, write_private
 from hostos.files.refusals import disk
 from strategies.privacy.samples import BUDGET_DELTA, Charge, epsilon
@@ -84,16 +85,12 @@ class SampleLedger:
 
     def _read(self) -> dict[str, Any]:
         try:
-            if self.path.stat().st_size > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
-            found = json.loads(self.path.read_text())
-            if not isinstance(found, dict):
-                raise ValueError("no object")
+            found = sound_object(self.path, MAX_BYTES)
             for data in found:
                 _charges(found, data)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise StorageError(
                 f"{self.path} is damaged ({error}), so what samples have spent is not known: nothing leaves; "
                 "restore it from a backup"

@@ -18,6 +18,7 @@ from atoll.errors import BadFrame, StorageError
 from atoll.messages.from_worker import SecureAnswer
 from atoll.secure import Stage
 from compressors.model_file import write_masked
+from hostos.files.locked_json import sound_object
 from hostos.files.private_files import write_private
 from strategies.secure.member import Member
 
@@ -152,15 +153,10 @@ class SecureRounds:
 def _read(path: Path) -> dict[str, Any]:
     """What this machine has noted. StorageError for a damaged file: what is not known may not be answered."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("no object")
-        return found
+        return sound_object(path, MAX_BYTES)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(
             f"{path} is damaged ({error}), and without it one member's update could show; remove it once no "
             "secure job runs here"
