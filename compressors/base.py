@@ -137,6 +137,7 @@ class Compressor(Protocol):
 
     def init(self, meta: TensorMeta) -> State:
         """The state before the first tensor of ``meta``; None for a codec without one."""
+        return None
 
     def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         """Pack ``tensor`` (any device and layout, floating or integer), and the next state."""

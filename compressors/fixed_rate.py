@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.opdag import TensorMeta
-from compressors.base import Packet, State, meta_of
+from compressors.base import Compressor, Packet, State, meta_of
 from compressors.packing import (
     Bytes,
     empty,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class FixedRate(ABC):
+class FixedRate(Compressor, ABC):
     """A lossy codec of float32, bfloat16 and float16 without state or parameters.
 
     A subclass gives ``length``, ``encode`` and ``decode``; the last two never see an empty tensor,
@@ -44,9 +44,6 @@ class FixedRate(ABC):
     @abstractmethod
     def decode(self, payload: Bytes, target: torch.Tensor) -> None:
         """Fill ``target``, a contiguous CPU tensor. Raises BadFrame for codes never made."""
-
-    def init(self, meta: TensorMeta) -> State:
-        return None
 
     def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         """Raises UsageError for other dtypes than the three."""

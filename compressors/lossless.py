@@ -21,7 +21,7 @@ import zstandard
 
 from atoll.errors import BadFrame
 from atoll.opdag import DTYPE_BYTES, TensorMeta
-from compressors.base import Packet, State, meta_of
+from compressors.base import Compressor, Packet, State, meta_of
 from compressors.byte_planes import KINDS, Plane, kinds, merge, plane_bytes, split
 from compressors.layout import ALIGNMENT, Layout, from_wire, to_wire
 from compressors.packing import TORCH_DTYPES, Bytes
@@ -34,13 +34,10 @@ _SIZE = struct.Struct("!Q")
 _RAW, _PLANES = 0, 1  # first byte of the parameters
 
 
-class Lossless:
+class Lossless(Compressor):
     """``decompress(compress(x))`` is ``x``, bit for bit and stride for stride."""
 
     name = "lossless"
-
-    def init(self, meta: TensorMeta) -> State:
-        return None
 
     def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         """Raw, sharing a dense CPU tensor's memory, where less than MIN_GAIN is saved."""

@@ -9,7 +9,7 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors.base import Packet, State, meta_of
+from compressors.base import Compressor, Packet, State, meta_of
 from compressors.layout import Layout, from_wire, to_wire
 from compressors.packing import TORCH_DTYPES
 
@@ -17,14 +17,11 @@ from compressors.packing import TORCH_DTYPES
 assert sys.byteorder == "little"  # noqa: S101
 
 
-class Uncompressed:
+class Uncompressed(Compressor):
     """``decompress(compress(x))`` is ``x``, bit for bit and stride for stride; neither copies CPU
     memory that is dense and aligned."""
 
     name = "none"
-
-    def init(self, meta: TensorMeta) -> State:
-        return None
 
     def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         """The payload shares a dense CPU tensor's memory: leave it alone until it is sent."""

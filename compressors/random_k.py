@@ -97,9 +97,6 @@ class RandomK(Scattered):
         self.ratio = ratio if density is None else 1.0 / density
         self.unbiased = unbiased
 
-    def init(self, meta: TensorMeta) -> State:
-        return None
-
     def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         """A tensor that is not finite travels as a mark and decodes to NaN: no draw may hide it."""
         meta = meta_of(tensor)

@@ -15,7 +15,7 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors.base import Packet, State, Support, meta_of
+from compressors.base import Compressor, Packet, State, Support, meta_of
 from compressors.bits import Ints
 from compressors.indices import decode_positions, encode_positions
 from compressors.packing import TORCH_DTYPES, Floats, require_floats, zeros
@@ -59,7 +59,7 @@ class _Form:
         return cls(form, VALUE_CODECS[values], kept, groups)
 
 
-class Scattered(ABC):
+class Scattered(Compressor, ABC):
     """A codec whose packets hold some elements of a tensor, which is zero elsewhere."""
 
     @abstractmethod
@@ -88,9 +88,6 @@ class Sparse(Scattered):
     @abstractmethod
     def select(self, bits: Keys, meta: TensorMeta, state: State) -> tuple[Ints, State]:
         """Ascending positions of at most ``keep(meta).most`` elements, and the next state."""
-
-    def init(self, meta: TensorMeta) -> State:
-        return None
 
     # ---------------------------------------------------------------- with positions
 

@@ -121,7 +121,7 @@ class Zstd:
             raise BadFrame(f"zstd frame of {len(data)} bytes: {error}") from None
 
 
-class Chain:
+class Chain(Compressor):
     """The composition above; what ``ratio`` gives by default is top-k, fp16, zstd."""
 
     name = "chain"
@@ -137,9 +137,6 @@ class Chain:
         if (facts is not None and facts.stateful) or len(splits) > _MAX_PARTS - 2:
             raise ValueError(f"a chain of {len(splits)} splits and {codec.name!r}; a codec without state")
         self.splits, self.codec, self.coders = tuple(splits), codec, tuple(coders)
-
-    def init(self, meta: TensorMeta) -> State:
-        return None
 
     def compress(self, tensor: Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         meta = meta_of(tensor)

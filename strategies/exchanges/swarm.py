@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from atoll.errors import BadFrame
-from compressors.base import Packet, meta_of
+from compressors.base import Compressor, Packet, meta_of
 from compressors.vector import Vector, dense
 from strategies.exchanges.base import Contribution, Exchanged, ExchangeRule, Flat, Merged, Settled, State
 
@@ -149,13 +149,10 @@ def _digest(found: Places) -> npt.NDArray[np.uint8]:
     return np.frombuffer(blake2b(found.tobytes(), digest_size=DIGEST_BYTES).digest(), np.uint8)
 
 
-class _Copies:
+class _Copies(Compressor):
     """Codec of a row [n + TAIL]: a byte an element, or four where the row says that it is dense."""
 
     name = "swarm"
-
-    def init(self, meta: TensorMeta) -> None:
-        return None
 
     def compress(self, tensor: Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         values = tensor.numpy()

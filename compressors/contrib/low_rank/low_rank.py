@@ -19,7 +19,7 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors.base import Packet, State, meta_of
+from compressors.base import Compressor, Packet, State, meta_of
 from compressors.catalogue import codec
 from compressors.contrib.low_rank.factors import (
     Matrix,
@@ -45,16 +45,13 @@ TINY = torch.finfo(torch.float32).tiny
 FULL_SVD = 64  # sides up to this are factorised exactly: cheap, and no sketch can miss a direction
 
 
-class LowRank:
+class LowRank(Compressor):
     """Rank-r activations; the rank follows from the ratio."""
 
     name = "low_rank"
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
-
-    def init(self, meta: TensorMeta) -> State:
-        return None
 
     def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         """``seed`` is not used: one sketch serves every tensor. An element that is not finite makes

@@ -50,9 +50,6 @@ class ChunkTopK(Scattered):
             raise ValueError(f"{kept} of a chunk of {chunk}")
         self.ratio, self.chunk, self.kept, self.values = ratio, chunk, kept, values
 
-    def init(self, meta: TensorMeta) -> State:
-        return None
-
     def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         meta = meta_of(tensor)
         require_floats(self.name, meta)

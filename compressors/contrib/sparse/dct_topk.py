@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll.opdag import TensorMeta
-from compressors.base import Packet, State, meta_of
+from compressors.base import Compressor, Packet, State, meta_of
 from compressors.contrib.sparse.sizes import DctBlocks, dct_blocks, dct_ratio
 from compressors.packing import TORCH_DTYPES, flat, require_floats, zeros
 from compressors.topk import TopK
@@ -27,7 +27,7 @@ from compressors.topk import TopK
 _ROOM = 2.0**-7  # the transform of a block adds up to 64 values of one sign
 
 
-class DctTopK:
+class DctTopK(Compressor):
     """The codec above. ``ratio``: dense bytes / payload bytes aimed at."""
 
     name = "dct_topk"
@@ -37,9 +37,6 @@ class DctTopK:
         if not ratio >= 1.0:
             raise ValueError(f"DCT top-k of ratio {ratio}; at least 1")
         self.ratio = ratio
-
-    def init(self, meta: TensorMeta) -> State:
-        return None
 
     def compress(self, tensor: Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         meta = meta_of(tensor)
