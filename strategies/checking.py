@@ -6,7 +6,7 @@ without this client and say why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose, isfinite, sqrt
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +16,7 @@ import numpy as np
 from atoll.errors import BadUpdate, UsageError
 from atoll.federated import MOST_COUNTED, parse_uplink
 from atoll.job import OptimizerName
-from strategies.layout import SHARED, Role, meta_of, pieces
+from strategies.layout import SHARED, Role, meta_of, parts
 
 if TYPE_CHECKING:
     from atoll.federated import Federated
@@ -170,15 +170,10 @@ def _check_arrays(what: str, arrays: Arrays, expected: Mapping[str, TensorMeta])
                 f"{what} {name!r} is {array.dtype} {tuple(array.shape)}; expected {meta.dtype} {meta.shape}"
             )
         most = _most(array)
-        if any(np.any(~(np.abs(part) <= most)) for part in _parts(array)):
-            bad = sum(int(np.sum(~np.isfinite(part))) for part in _parts(array))
+        if any(np.any(~(np.abs(part) <= most)) for part in parts(array)):
+            bad = sum(int(np.sum(~np.isfinite(part))) for part in parts(array))
             why = f"{bad} non-finite elements" if bad else f"elements beyond {most:g}"
             raise BadUpdate(f"{what} {name!r} has {why}")
-
-
-def _parts(array: Array) -> Iterator[Array]:
-    flat = array.reshape(-1)
-    return (flat[piece] for piece in pieces(flat.size))
 
 
 def _check_scalars(strategy: Declares, scalars: Mapping[str, float]) -> None:

@@ -32,24 +32,17 @@ T = TypeVar("T")
 
 def joined(weights: Mapping[str, T], slots: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
     """Arrays, or their metas, under the names they have in a file."""
-    own = {EXTRA + name: array for name, array in slot_arrays(slots).items()}
-    return {**{WEIGHTS + name: array for name, array in weights.items()}, **own}
+    return {**{WEIGHTS + name: array for name, array in weights.items()}, **slot_arrays(slots, EXTRA)}
 
 
 def parted(arrays: Arrays) -> tuple[dict[str, Array], dict[str, dict[str, Array]]]:
     """The inverse of ``joined``; a slot without arrays is not among the slots. BadUpdate for a name of
     neither form."""
-    weights: dict[str, Array] = {}
-    slots: dict[str, dict[str, Array]] = {}
-    for name, array in arrays.items():
-        slot, mark, rest = name.removeprefix(EXTRA).partition("/")
-        if name.startswith(WEIGHTS):
-            weights[name.removeprefix(WEIGHTS)] = array
-        elif name.startswith(EXTRA) and mark:
-            slots.setdefault(slot, {})[rest] = array
-        else:
+    for name in arrays:
+        if not name.startswith(WEIGHTS) and not (name.startswith(EXTRA) and "/" in name.removeprefix(EXTRA)):
             raise BadUpdate(f"a tensor named {name[:80]!r}; names begin with {WEIGHTS} or {EXTRA}SLOT/")
-    return weights, slots
+    weights = {n.removeprefix(WEIGHTS): array for n, array in arrays.items() if n.startswith(WEIGHTS)}
+    return weights, slots_of(arrays, EXTRA)
 
 
 def broadcast_metas(rule: Strategy, layout: Layout) -> dict[str, TensorMeta]:
@@ -110,12 +103,12 @@ def sums_metas(rule: Linear, layout: Layout) -> dict[str, TensorMeta]:
         term: {name: TensorMeta(meta.shape, "int64") for name, meta in held.items()}
         for term, held in rule.term_metas(layout).items()
     }
-    return {SUM + name: meta for name, meta in slot_arrays(metas).items()}
+    return slot_arrays(metas, SUM)
 
 
 def sums_arrays(sums: FixedSums) -> dict[str, Array]:
     """A host's sums as their file's arrays; loads, scalars and clients travel in the message beside them."""
-    return {SUM + name: array for name, array in slot_arrays(sums.arrays).items()}
+    return slot_arrays(sums.arrays, SUM)
 
 
 def sums_slots(rule: Linear, layout: Layout, arrays: Arrays) -> dict[str, dict[str, Array]]:
@@ -132,15 +125,21 @@ def trained_supports(supports: Mapping[str, T]) -> dict[tuple[str, str], T]:
     return {(TRAINED, name.removeprefix(WEIGHTS)): held for name, held in supports.items()}
 
 
-def slot_arrays(slots: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
-    """Slots alone, as ``SLOT/NAME``: what a client or a server keeps."""
-    return {f"{slot}/{name}": array for slot, arrays in slots.items() for name, array in arrays.items()}
+def slot_arrays(slots: Mapping[str, Mapping[str, T]], prefix: str = "") -> dict[str, T]:
+    """Slots alone, as ``SLOT/NAME`` behind a prefix: what a client or a server keeps."""
+    return {f"{prefix}{slot}/{name}": one for slot, held in slots.items() for name, one in held.items()}
+
+
+def slots_of(arrays: Arrays, prefix: str = "") -> dict[str, dict[str, Array]]:
+    """The inverse of ``slot_arrays``; names without the prefix are left out."""
+    slots: dict[str, dict[str, Array]] = {}
+    for name, array in arrays.items():
+        if name.startswith(prefix):
+            slot, _, rest = name.removeprefix(prefix).partition("/")
+            slots.setdefault(slot, {})[rest] = array
+    return slots
 
 
 def client_state_of(arrays: Arrays) -> ClientState:
     """The inverse of ``slot_arrays`` for a client."""
-    slots: dict[str, dict[str, Array]] = {}
-    for name, array in arrays.items():
-        slot, _, rest = name.partition("/")
-        slots.setdefault(slot, {})[rest] = array
-    return ClientState(slots)
+    return ClientState(slots_of(arrays))

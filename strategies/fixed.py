@@ -24,12 +24,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atoll.errors import BadUpdate, UsageError
-from strategies.layout import pieces
+from strategies.layout import parts, pieces
 from strategies.sums import Contribution, Sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from strategies.layout import Array, Arrays, Layout, Slots
 
 BITS = 34
@@ -141,7 +139,7 @@ def check_sums(sums: FixedSums, share: Grid) -> None:
                 raise BadUpdate(f"{name} of {n} clients is {value!r}; from 0 to {most[name]}")
     for term, arrays in sums.arrays.items():
         for name, array in arrays.items():
-            if any(part.max() > sums.loads[term] or part.min() < -sums.loads[term] for part in _parts(array)):
+            if any(part.max() > sums.loads[term] or part.min() < -sums.loads[term] for part in parts(array)):
                 raise BadUpdate(f"{term} {name!r} holds more than its load of {sums.loads[term]}")
 
 
@@ -167,7 +165,7 @@ def _checked(part: Contribution, grid: Grid) -> tuple[dict[str, int], dict[str, 
             raise BadUpdate(f"a weight of {term.weight:g} in {name}; above 0, at most {most:g}")
         for tensor, array in term.arrays.items():
             # A NaN is both maximum and minimum, and fails every comparison.
-            if not all(-grid.reach <= float(p.min()) and float(p.max()) <= grid.reach for p in _parts(array)):
+            if not all(-grid.reach <= float(p.min()) and float(p.max()) <= grid.reach for p in parts(array)):
                 raise BadUpdate(
                     f"{name} {tensor!r} has elements that are not finite or beyond {grid.reach:g}, the reach "
                     f"of sums of {grid.bits} bits"
@@ -198,11 +196,6 @@ def _floats(array: Array, unit: float, dtype: str) -> Array:
     for here in pieces(source.size):
         into[here] = np.multiply(source[here], unit, dtype=np.float64)
     return found
-
-
-def _parts(array: Array) -> Iterator[Array]:
-    flat = array.reshape(-1)
-    return (flat[piece] for piece in pieces(flat.size))
 
 
 def _exponent(value: float) -> int:

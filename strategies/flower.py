@@ -36,6 +36,7 @@ from strategies import STRATEGIES, Option, make_strategy
 from strategies import flower_records as words
 from strategies.base import Strategy
 from strategies.checking import Limits, check_update
+from strategies.files import slot_arrays
 from strategies.flower_client import (
     LocalWork,
     correct,
@@ -151,7 +152,7 @@ class AtollStrategy(FlowerFedAvg):
         # Flower chose the nodes; all of them share one content, so that it is stored once.
         records: dict[str, Any] = {self.arrayrecord_key: weights, self.configrecord_key: config}
         if broadcast.extra:
-            records[words.EXTRA] = words.to_record(words.flattened(broadcast.extra))
+            records[words.EXTRA] = words.to_record(slot_arrays(broadcast.extra))
         content = RecordDict(records)
         for message in messages:
             message.content = content

@@ -24,6 +24,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from strategies import flower_records as words
 from strategies import make_strategy
 from strategies.base import Strategy
 from strategies.checking import check_broadcast, check_update
+from strategies.files import slot_arrays, slots_of
 from strategies.layout import SHARED, Layout, Role, meta_of
 from strategies.values import Broadcast, ClientState, ClientUpdate, Correction, Done
 
@@ -86,12 +88,13 @@ def local_round(
     for at, phase in enumerate(asked.rule.begin(asked.layout, asked.broadcast, state)):
         start = {name: np.array(array) for name, array in {**model, **phase.start}.items()}
         correction = phase.correction.mapped(np.array)  # torch wants memory that it may write to
-        work = LocalWork(asked.broadcast.round, at, start, correction, dict(asked.config), _epochs(asked))
+        at_epoch = partial(asked.rule.at_epoch, asked.layout, asked.broadcast)
+        work = LocalWork(asked.broadcast.round, at, start, correction, dict(asked.config), at_epoch)
         done.append(train(work))
     own = secrets.randbits(63) if seed is None else seed
     update, after = asked.rule.end(asked.layout, asked.broadcast, done, state, own)
     check_update(asked.rule, asked.layout, asked.broadcast.round, update)
-    context.state[words.STATE] = words.to_record(words.flattened(after.slots))
+    context.state[words.STATE] = words.to_record(slot_arrays(after.slots))
     return Message(content=_content(message, asked, done[0], update), reply_to=message)
 
 
@@ -137,7 +140,7 @@ def _request(message: Message, model: Arrays, *, evaluating: bool = False) -> _R
     sent = layout.metas_of(*SHARED, Role.TOLD)
     _check_rest(received, layout)
     extra = message.content.array_records.get(words.EXTRA, ArrayRecord())
-    slots = words.slots_of(words.from_record(extra))
+    slots = slots_of(words.from_record(extra))
     missing = [name for name in sent if name not in received]
     if missing:
         raise BadUpdate(f"the server sent {len(received)} arrays without {missing[0]!r}")
@@ -156,13 +159,9 @@ def _check_rest(received: Arrays, layout: Layout) -> None:
             raise BadUpdate(f"the server's {name[:128]!r} is {array.dtype} {array.shape}; here {have}")
 
 
-def _epochs(asked: _Request) -> Callable[[int], Arrays]:
-    return lambda epoch: asked.rule.at_epoch(asked.layout, asked.broadcast, epoch)
-
-
 def _state(context: Context) -> ClientState:
     kept = context.state.array_records.get(words.STATE)
-    return ClientState() if kept is None else ClientState(words.slots_of(words.from_record(kept)))
+    return ClientState() if kept is None else ClientState(slots_of(words.from_record(kept)))
 
 
 def _content(message: Message, asked: _Request, first: Done, update: ClientUpdate) -> RecordDict:
@@ -174,7 +173,7 @@ def _content(message: Message, asked: _Request, first: Done, update: ClientUpdat
         extra: dict[str, NumpyArray] = {}
     else:
         names = list(update.delta)
-        extra = words.flattened(update.extra, f"{words.EXTRA}/")
+        extra = slot_arrays(update.extra, f"{words.EXTRA}/")
         metrics[words.STEPS] = update.steps
         metrics |= {words.OWN + name: float(value) for name, value in update.scalars.items()}
     weights = {name: first.weights[name] for name in names}

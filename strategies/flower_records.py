@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from strategies.layout import Array as NumpyArray
-    from strategies.layout import Arrays, Slots
+    from strategies.layout import Arrays
 
 EXTRA = "atoll.extra"
 """Record of a request, and prefix of keys in a reply: arrays beside the weights."""
@@ -78,21 +78,6 @@ def from_array(name: str, array: Array) -> NumpyArray:
         raise BadUpdate(f"{name[:128]!r} declares {dtype} {shape}; {len(array.data) - start} bytes came")
     flat = np.frombuffer(array.data, dtype, offset=start) if wanted else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if fortran else "C")
-
-
-def flattened(slots: Slots, prefix: str = "") -> dict[str, NumpyArray]:
-    """``PREFIX SLOT/NAME`` -> array."""
-    return {f"{prefix}{slot}/{name}": a for slot, held in slots.items() for name, a in held.items()}
-
-
-def slots_of(arrays: Arrays, prefix: str = "") -> dict[str, dict[str, NumpyArray]]:
-    """``flattened`` undone; keys without the prefix are left out."""
-    slots: dict[str, dict[str, NumpyArray]] = {}
-    for key, array in arrays.items():
-        if key.startswith(prefix):
-            slot, _, name = key.removeprefix(prefix).partition("/")
-            slots.setdefault(slot, {})[name] = array
-    return slots
 
 
 def roles_of(names: Iterable[str], dtypes: Mapping[str, Any]) -> tuple[list[str], list[str]]:

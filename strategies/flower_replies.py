@@ -12,6 +12,7 @@ from flwr.app import MetricRecord, RecordDict
 from atoll.errors import BadUpdate
 from strategies import flower_records as words
 from strategies.base import Strategy
+from strategies.files import slots_of
 from strategies.layout import Role
 from strategies.values import ClientUpdate
 
@@ -49,7 +50,7 @@ def read_reply(rule: Strategy, state: ServerState, node: str, content: RecordDic
         n_samples=words.whole_number(metrics, examples),
         steps=words.whole_number(metrics, words.STEPS) if words.STEPS in metrics else 1,
         delta=_delta(state, received),
-        extra=words.slots_of(received, f"{words.EXTRA}/"),
+        extra=slots_of(received, f"{words.EXTRA}/"),
         scalars={s.name: _number(metrics, words.OWN + s.name) for s in rule.scalars_up()},
         metrics={name: float(value) for name, value in own.items() if not isinstance(value, list)},
         client=node,

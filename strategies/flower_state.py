@@ -16,6 +16,7 @@ import numpy as np
 from atoll.errors import BadUpdate, UsageError
 from strategies import flower_records as words
 from strategies.base import Strategy
+from strategies.files import slot_arrays, slots_of
 from strategies.layout import SHARED, Layout, Role, meta_of
 from strategies.values import ServerState
 
@@ -38,7 +39,7 @@ def saved_state(rule: Strategy, state: ServerState, before: Layout, model: Array
         "facts": np.array([VERSION, state.round, state.n_clients], np.int64),
         "roles": np.array(codes, np.uint8),
         **{MODEL + name: array for name, array in model.items()},
-        **words.flattened(state.slots, SLOTS),
+        **slot_arrays(state.slots, SLOTS),
     }
     return words.to_record(arrays)
 
@@ -65,7 +66,7 @@ def load_state(rule: Strategy, saved: ArrayRecord) -> tuple[ServerState, Layout,
     if version != VERSION or at_round < 0 or n_clients < 1:
         raise UsageError(f"saved state of version {version}, round {at_round}; this side reads {VERSION}")
     held = {name: model[name] for name in after.names(*SHARED, Role.TOLD)}
-    state = ServerState(at_round, after, held, words.slots_of(arrays, SLOTS), n_clients)
+    state = ServerState(at_round, after, held, slots_of(arrays, SLOTS), n_clients)
     return state, before, model
 
 

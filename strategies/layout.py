@@ -124,6 +124,12 @@ def pieces(size: int) -> Iterator[slice]:
     return (slice(at, at + PIECE_ELEMENTS) for at in range(0, size, PIECE_ELEMENTS))
 
 
+def parts(array: Array) -> Iterator[Array]:
+    """The elements of an array in pieces, views where it is contiguous."""
+    flat = array.reshape(-1)
+    return (flat[piece] for piece in pieces(flat.size))
+
+
 def zeros(layout: Layout, *roles: Role) -> dict[str, Array]:
     """A zero array for every name of ``roles``."""
     return {n: np.zeros(m.shape, m.dtype) for n, m in layout.metas_of(*roles).items()}

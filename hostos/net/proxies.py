@@ -10,6 +10,7 @@ from ipaddress import ip_address, ip_network
 from urllib.parse import unquote, urlsplit
 
 from atoll.errors import UsageError
+from hostos.net.addresses import join_address
 
 VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")  # as gRPC reads them
 MAX_HEAD_BYTES = 16 << 10
@@ -35,7 +36,7 @@ class Proxy:
 
     def request(self, host: str, port: int) -> bytes:
         """The request to be connected with ``host``."""
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        target = join_address(host, port)
         lines = [f"CONNECT {target} HTTP/1.1", f"Host: {target}"]
         if self.login:
             lines.append(f"Proxy-Authorization: Basic {base64.b64encode(self.login.encode()).decode()}")

@@ -37,19 +37,12 @@ class AppCode:
 
         Caches of compiled files are removed first: Python would run one unchecked.
         """
-        wrong = self._wrong()
+        wrong = difference(self.folder, self.files)
         if wrong:
             raise AccessDenied(
                 f"app {self.hash[:16]} does not run here: {wrong} in {self.folder} since it was unpacked, so "
                 "these are not the files that were accepted; see who did that; the next run unpacks them"
             )
-
-    def intact(self) -> bool:
-        """True unless ``check`` raises."""
-        return not self._wrong()
-
-    def _wrong(self) -> str:
-        return difference(self.folder, self.files)
 
 
 def unpack(data: bytes, expected: str, folder: Path) -> AppCode:
@@ -61,7 +54,7 @@ def unpack(data: bytes, expected: str, folder: Path) -> AppCode:
     files = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in contents.items()}
     code = AppCode(expected, folder, spec, files)
     with disk(f"write {folder}", "free space there"), _unpacking:
-        if not code.intact():
+        if difference(folder, files):
             _write(contents, folder)
         protect(folder)
     return code

@@ -332,7 +332,7 @@ def _meet_relays(config: WorkerConfig, report: Report, reply: pb.HelloReply) -> 
     """Whether the relays greet, at which workers meet that cannot dial each other."""
     report.figures["relays"] = []
     for relay in relays_of(config, reply):
-        name = relay_name(relay)
+        name = join_address(*relay)
         took_s, why_not = greeted(relay)
         if why_not:
             report.add(
@@ -497,8 +497,3 @@ def greeted(relay: tuple[str, int]) -> tuple[float, str]:
     except (OSError, BadFrame) as error:
         return 0.0, clean(getattr(error, "strerror", None) or str(error), 80)
     return time.perf_counter() - started_s, ""
-
-
-def relay_name(relay: tuple[str, int]) -> str:
-    """HOST:PORT."""
-    return join_address(*relay)

@@ -15,6 +15,7 @@ import grpc.aio
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from hostos.descriptors import limit_now
+from hostos.net.addresses import join_address
 from hostos.net.proxies import proxy_option
 from protos.connections import ConnectionBound, Known, PortBound
 from protos.credentials import channel_credentials, name_options, peer_name, server_credentials
@@ -175,7 +176,7 @@ class PipeServer:
 
         Raises ConnectionFailed when one cannot be opened.
         """
-        port = self._open(target_of(listen)) if listen is not None else 0
+        port = self._open(join_address(*listen)) if listen is not None else 0
         if local is not None:
             self._open(local)
         await self._server.start()
@@ -205,9 +206,3 @@ class PipeServer:
             await context.abort(_REFUSALS[type(error)], clean(str(error), MAX_REASON_CHARS))
         except AtollError:
             return  # broken: nobody is there to hear why
-
-
-def target_of(address: tuple[str, int]) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

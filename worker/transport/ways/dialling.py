@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from atoll.backoff import Backoff
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
+from hostos.net.addresses import join_address
 from protos import PROTOCOL_VERSION
 from protos.devices import machine_of
 from worker.transport import TUNED
 from worker.transport.contract import Way
 from worker.transport.frames import Hello, decode, encode
 from worker.transport.measure import round_trip
-from worker.transport.pipes import DialledPipe, Pipe, target_of
+from worker.transport.pipes import DialledPipe, Pipe
 from worker.transport.ways.meeting import Road
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ class Dialler:
         """A pipe that nothing was sent on. Raises ConnectionFailed."""
         identity = self._identity.now if self._identity is not None else None
         if isinstance(road, tuple):
-            return DialledPipe(identity, machine_of(name), target_of(road), use_proxy=self.config.use_proxy)
+            target = join_address(*road)
+            return DialledPipe(identity, machine_of(name), target, use_proxy=self.config.use_proxy)
         if self._ends is None:
             raise ConnectionFailed("this system has no local sockets for tunnels")
         try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from atoll.errors import BadFrame, ConnectionFailed, UsageError
+from hostos.net.addresses import join_address
 from hostos.net.proxies import MAX_HEAD_BYTES, Proxy, connected, proxy_for
 from hostos.net.splice import received, tuned
 from protos.relay_tickets import (
@@ -48,7 +49,7 @@ class RelayTunnel:
     @property
     def name(self) -> str:
         """HOST:PORT of the relay last used."""
-        return _text(self._used)
+        return join_address(*self._used)
 
     @property
     def over(self) -> bool:
@@ -103,20 +104,20 @@ class RelayTunnel:
                 proxy = proxy_for(relay[0]) if self._use_proxy else None
                 stream = await (_dialled(relay) if proxy is None else _through(proxy, relay))
         except (OSError, TimeoutError, UsageError) as error:
-            raise ConnectionFailed(f"relay {_text(relay)}: {_why(error)}") from None
+            raise ConnectionFailed(f"relay {join_address(*relay)}: {_why(error)}") from None
         try:
             async with asyncio.timeout(TUNED.greet_within_s):
                 nonce = nonce_of(await received(stream, GREETING_BYTES))
             await loop.sock_sendall(stream, answer(offer.ticket, offer.key, nonce))
             word = await received(stream, 1)
             if word != JOINED:
-                raise ConnectionFailed(f"relay {_text(relay)}: {await _refusal(stream, word)}")
+                raise ConnectionFailed(f"relay {join_address(*relay)}: {await _refusal(stream, word)}")
             if not self.dials:
                 await loop.sock_sendall(stream, CONFIRMED)
         except BaseException as error:
             stream.close()
             if isinstance(error, OSError | TimeoutError | BadFrame):
-                raise ConnectionFailed(f"relay {_text(relay)}: {_why(error)}") from None
+                raise ConnectionFailed(f"relay {join_address(*relay)}: {_why(error)}") from None
             raise
         self._used = relay
         return stream
@@ -174,8 +175,3 @@ def _why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {TUNED.greet_within_s:g} s"
     return str(getattr(error, "strerror", None) or error)
-
-
-def _text(relay: Address) -> str:
-    host, port = relay
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
