@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -263,5 +263,5 @@ def _apps(items: Mapping[str, Any]) -> dict[str, KnownApp]:
 
 
 def _facts(item: Any) -> dict[str, Any]:
-    known = {field.name: type(field.default) for field in fields(KnownApp) if field.name != "hash"}
-    return {name: kind(item[name]) for name, kind in known.items() if name in item}
+    unknown = asdict(KnownApp(hash=""))
+    return {name: type(value)(item[name]) for name, value in unknown.items() if name in item}
