@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.costs.timeline import Timeline
     from coordinator.planning.costs.workload import Workload
+    from coordinator.planning.inside.costs import Divisions
 
 ONE_PIECE = "one_piece"  # op_fence, but no device has several pieces
 SEARCHED = ("op_fence", ONE_PIECE)
@@ -97,6 +98,11 @@ class PlanRequest:
     def memory(self) -> Twins:
         """What is remembered of the parts of this request, or a memory that nobody looks into again."""
         return self.twins or Twins()
+
+    @property
+    def divisions(self) -> Divisions:
+        """Inside plans of the graph that are remembered."""
+        return self.memory.divisions
 
 
 def _found(twins: Twins, request: PlanRequest, effort: Effort) -> Found:
@@ -527,6 +533,7 @@ def _problem(request: PlanRequest) -> Problem:
         training.compression,
         training.keeping.decided,
         pinned=request.pinned,
+        divisions=request.divisions,
     )
 
 

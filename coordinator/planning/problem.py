@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from atoll.opdag import OpDag, OpNode
     from atoll.plan import LinkSpec, Replica
     from coordinator.planning.costs.fleet import Device, Fleet
+    from coordinator.planning.inside.costs import Divisions
     from coordinator.planning.search.chain import Bools
 
     Floats = NDArray[np.float64]
@@ -141,6 +142,7 @@ class Problem:
     kinds: Mapping[str, Inside] = field(default_factory=dict)
     likely: tuple[tuple[int, ...], ...] = ()  # orders of devices that the search begins with, beside its own
     pinned: str = ""  # worker that computes all that reads inputs; "": any may
+    divisions: Divisions = field(default_factory=dict)  # of the graph, which problems may share
     _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
     _specs: dict[Candidate, tuple[LinkSpec, ...]] = field(default_factory=dict)
 
@@ -150,7 +152,7 @@ class Problem:
         self.traffic = Traffic(self.dag, self.training.optimizer, self.training.blocks)
         self.memories: dict[Keeping, MemoryModel] = {}
         self.memory = self.memory_in(self.keeping)
-        self.insides = Insides(self.dag, self.training, self.keeping, self.memory)
+        self.insides = Insides(self.dag, self.training, self.keeping, self.memory, self.divisions)
         self.table = OpTable(self.dag, optimizer=self.training.optimizer)
         self._price()
 
@@ -556,7 +558,7 @@ def kept_as(problem: Problem, keeping: Keeping, keepings: Mapping[str, Keeping] 
     found.keeping, found.keepings, found._scores, found._specs = keeping, keepings or {}, {}, {}
     found.memory = problem.memory_in(keeping)
     if keeping != problem.keeping:
-        found.insides = Insides(problem.dag, problem.training, keeping, found.memory)
+        found.insides = Insides(problem.dag, problem.training, keeping, found.memory, problem.divisions)
     found._price()
     return found
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from atoll.errors import NotEnoughMemory
+    from coordinator.planning.inside.costs import Divisions
     from coordinator.planning.problem import Problem, Scored
     from coordinator.planning.search.op_fence import Effort
 
@@ -34,6 +35,7 @@ class Twins:
     # Peers that were planned, by copies that their rules keep.
     groupings: dict[int, dict[tuple[Workers, ...], None]] = field(default_factory=dict)
     answers: dict[Hashable, object] = field(default_factory=dict)
+    divisions: Divisions = field(default_factory=dict)  # inside plans of the graph
     at: str = ""  # what is planned now, in words
     searches: int = 0
 

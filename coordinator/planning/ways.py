@@ -163,7 +163,7 @@ def _replicated(request: PlanRequest) -> Iterator[Way]:
 def _why_not(request: PlanRequest, kind: WayKind, refused: str) -> str:
     """The planner's reason, or what its plans of the other kind say."""
     if kind is WayKind.DATA_PARALLEL:
-        problem = Problem(request.dag, _exact(request, 1), request.fleet)
+        problem = Problem(request.dag, _exact(request, 1), request.fleet, divisions=request.divisions)
         need = problem.memory.bytes(0, problem.n_ops, 1)
         able = sum(bool(limit >= need) for limit in problem.limits)
         if able < 2:

@@ -18,23 +18,26 @@ if TYPE_CHECKING:
     from coordinator.planning.costs.fleet import Device, Mesh
     from coordinator.planning.costs.memory import MemoryModel
     from coordinator.planning.costs.op_seconds import Costs
+    from coordinator.planning.inside.costs import Divisions
 
 
 @dataclass
 class Insides:
-    """Inside plans of a graph, each computed once; ``memory``: of the graph on one device."""
+    """Inside plans of a graph, each computed once; ``memory``: of the graph on one device; ``divisions``: of
+    the graph in other forms of what is kept, and in other trainings, which share them."""
 
     dag: OpDag
     training: TrainingSpec
     keeping: Keeping
     memory: MemoryModel
+    divisions: Divisions = field(default_factory=dict)
     _known: dict[tuple[Inside, int], InsideCosts] = field(default_factory=dict)
 
     def of_size(self, size: int) -> list[InsideCosts]:
         """Return every kind for so many processes."""
         for kind in self._kinds:
             if (kind, size) not in self._known:
-                found = inside_costs(self.dag, self.training, self.keeping, kind, size)
+                found = inside_costs(self.dag, self.training, self.keeping, kind, size, self.divisions)
                 self._known[kind, size] = found
         return [self._known[kind, size] for kind in self._kinds]
 

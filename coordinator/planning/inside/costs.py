@@ -13,6 +13,7 @@ A stage is priced by the whole graph's inside plan, but for what its cuts keep w
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,25 +61,60 @@ class ProcessMemory(MemoryModel):
 
 
 @dataclass(frozen=True)
-class InsideCosts:
-    """One kind of inside plan of a whole graph for ``size`` processes."""
+class Divided:
+    """One kind of inside plan of a whole graph for ``size`` processes, whatever its stages keep."""
 
     kind: Inside
     size: int
-    memory: ProcessMemory
+    dag: OpDag  # as a process has it
+    fetched: Floats  # [ops] bytes of weights that are whole for one op
     share: Floats  # [ops] of an op's seconds that a process takes
     sent: dict[int, tuple[Sent, Sent]]  # by op: forward, backward of a micro-batch
     stored: float  # part of the parameters that a process holds
     regions: Regions
     sent_once: dict[int, Sent]  # by op: sums of gradients, once for the micro-batches of a step
-    n_micro: int
-    overlaps: frozenset[int] = frozenset()  # ops that compute while their keys and values travel
+    overlaps: frozenset[int]  # ops that compute while their keys and values travel
+
+
+Divisions = dict[tuple["Optimizer", bool, Inside, int], Divided]
+"""Of one graph, by all that they depend on beside it."""
+
+
+@dataclass(frozen=True)
+class InsideCosts:
+    """One kind of inside plan with what a step takes by it and what a process holds."""
+
+    divided: Divided
+    training: TrainingSpec
+    keeping: Keeping
+
+    @cached_property
+    def memory(self) -> ProcessMemory:
+        """Bytes of a process; made where it is asked for, as most kinds are only compared by seconds."""
+        own = self.divided
+        return ProcessMemory(own.dag, self.training, self.keeping, own.fetched, own.regions)
+
+    @property
+    def kind(self) -> Inside:
+        """The kind."""
+        return self.divided.kind
+
+    @property
+    def stored(self) -> float:
+        """Part of the parameters that a process holds."""
+        return self.divided.stored
+
+    @property
+    def regions(self) -> Regions:
+        """Regions of the graph that are divided."""
+        return self.divided.regions
 
     def costs(self, whole: Costs, mesh: Mesh) -> Costs:
         """Every op's seconds on the mesh; ``whole``: on one of its devices alone."""
-        forward, backward = whole.forward_s * self.share, whole.backward_s * self.share
-        for op, (ahead, back) in self.sent.items():
-            if op in self.overlaps:
+        own = self.divided
+        forward, backward = whole.forward_s * own.share, whole.backward_s * own.share
+        for op, (ahead, back) in own.sent.items():
+            if op in own.overlaps:
                 forward[op] = _overlapped_s(forward[op], ahead, mesh)
                 # The last sums of gradients have no compute left to travel behind.
                 last = joint_s(ahead, mesh) / (mesh.size - 1) if back.n_bytes > ahead.n_bytes else 0.0
@@ -86,15 +122,18 @@ class InsideCosts:
             else:
                 forward[op] += joint_s(ahead, mesh)
                 backward[op] += joint_s(back, mesh)
-        for op, sums in self.sent_once.items():
-            backward[op] += joint_s(sums, mesh) / self.n_micro
-        return replace(whole, forward_s=forward, backward_s=backward, weights_s=whole.weights_s * self.share)
+        for op, sums in own.sent_once.items():
+            backward[op] += joint_s(sums, mesh) / self.training.n_micro
+        return replace(whole, forward_s=forward, backward_s=backward, weights_s=whole.weights_s * own.share)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that each process sends the others for a micro-batch, its part of a step's sums included."""
-        once = sum(sums.n_bytes for sums in self.sent_once.values())
-        return once // self.n_micro + sum(ahead.n_bytes + back.n_bytes for ahead, back in self.sent.values())
+        own = self.divided
+        once = sum(sums.n_bytes for sums in own.sent_once.values())
+        return once // self.training.n_micro + sum(
+            ahead.n_bytes + back.n_bytes for ahead, back in own.sent.values()
+        )
 
 
 Seconds = tuple[float, float, float]  # forward, backward, weights
@@ -123,9 +162,23 @@ def _overlapped_s(compute_s: float, sent: Sent, mesh: Mesh) -> float:
 
 
 def inside_costs(
-    dag: OpDag, training: TrainingSpec, keeping: Keeping, kind: Inside, size: int
+    dag: OpDag,
+    training: TrainingSpec,
+    keeping: Keeping,
+    kind: Inside,
+    size: int,
+    known: Divisions | None = None,
 ) -> InsideCosts:
-    """Return what one kind of inside plan costs, whatever the devices are."""
+    """Return what one kind of inside plan costs, whatever the devices are; ``known``: of this graph, where
+    what is found is kept."""
+    known = {} if known is None else known
+    key = training.optimizer, training.int8_moments, kind, size
+    if key not in known:
+        known[key] = _divided(dag, training, kind, size)
+    return InsideCosts(known[key], training, keeping)
+
+
+def _divided(dag: OpDag, training: TrainingSpec, kind: Inside, size: int) -> Divided:
     (program,) = stage_programs(dag, (0,))
     parameters = {name: state.meta for name, state in dag.parameters.items()}
     metas = {**parameters, **{n: s.meta for n, s in dag.buffers.items()}, **dag.constants, **dag.inputs}
@@ -143,19 +196,18 @@ def inside_costs(
         for name in shared.stored
     }
     regions = Regions(dag, shared, more)
-    memory = ProcessMemory(own, training, keeping, fetched, regions)
     whole = sum(meta.nbytes for meta in parameters.values())
     stored = sum(own.parameters[name].meta.nbytes for name in parameters)
-    return InsideCosts(
+    return Divided(
         kind,
         size,
-        memory,
+        own,
+        fetched,
         share,
         op_volumes(shared, size),
         stored / max(1, whole),
         regions,
         _sent_once(dag, shared, size),
-        training.n_micro,
         frozenset(op for op, turn in shared.turns.items() if turn.kernel in RINGS),
     )
 

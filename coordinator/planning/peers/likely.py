@@ -34,7 +34,9 @@ def likely_ways(request: PlanRequest, counts: Iterable[int], within_s: float = f
     if not large(request):
         return ways
     training = request.training
-    problem = Problem(request.dag, replace(training, n_micro=1, blocks=1), request.fleet)
+    problem = Problem(
+        request.dag, replace(training, n_micro=1, blocks=1), request.fleet, divisions=request.divisions
+    )
     need = problem.memory.state_bytes(0, problem.n_ops)
     room = {d.worker: float(limit) for d, limit in zip(request.fleet.devices, problem.limits, strict=True)}
     rooms = Rooms(room, need, need)

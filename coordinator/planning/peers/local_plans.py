@@ -149,7 +149,7 @@ def _fastest(request: PlanRequest, exchange: Exchange, effort: Effort | None, kn
 def _problem(request: PlanRequest, exchange: Exchange) -> Problem:
     """One micro-batch at a peer that holds the whole model."""
     own = replace(request.training, n_micro=1, blocks=1, exchange=exchange.rule)
-    return Problem(request.dag, own, request.fleet)
+    return Problem(request.dag, own, request.fleet, divisions=request.divisions)
 
 
 def _counts(request: PlanRequest, most: int) -> Sequence[int]:

@@ -355,7 +355,7 @@ def _predicted(request: PlanRequest, plan: Plan, plans: Sequence[Plan]) -> Predi
     if len(alone) != len(plans):
         raise PlanError("a replica without a prediction cannot be joined")
     slowest = max(alone, key=lambda p: p.step_s)
-    problem = Problem(request.dag, request.training, request.fleet)
+    problem = Problem(request.dag, request.training, request.fleet, divisions=request.divisions)
     sent = exchanged_bytes(plan, problem)
     assert plan.exchange is not None  # noqa: S101 - several replicas
     sites = len(set(plan.exchange.sites))

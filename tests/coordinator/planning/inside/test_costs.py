@@ -88,8 +88,10 @@ def test_a_model_of_one_and_a_half_devices_fits_two_joined_ones() -> None:
 
 def extra_s(found: InsideCosts, mesh: Mesh) -> float:
     """Seconds of collectives for a micro-batch, its part of those that come once a step included."""
-    once = sum(joint_s(sent, mesh) for sent in found.sent_once.values())
-    return once / TRAINING.n_micro + sum(joint_s(sent, mesh) for both in found.sent.values() for sent in both)
+    once = sum(joint_s(sent, mesh) for sent in found.divided.sent_once.values())
+    return once / TRAINING.n_micro + sum(
+        joint_s(sent, mesh) for both in found.divided.sent.values() for sent in both
+    )
 
 
 def test_whole_models_are_chosen_where_there_is_room_and_sum_their_gradients_once_a_step() -> None:
@@ -98,7 +100,7 @@ def test_whole_models_are_chosen_where_there_is_room_and_sum_their_gradients_onc
     (one, many) = (
         inside_costs(dag(), replace(TRAINING, n_micro=micros), EXACTLY, Inside.DATA, 2) for micros in (1, 16)
     )
-    sums = sum(sent.n_bytes for sent in one.sent_once.values())
+    sums = sum(sent.n_bytes for sent in one.divided.sent_once.values())
     whole = sum(state.meta.nbytes for state in dag().parameters.values())
     assert 0.9 * whole < sums <= whole  # 2 (D - 1) / D of it; what ops use whole is not summed
     assert one.sent_bytes - many.sent_bytes == sums - sums // 16

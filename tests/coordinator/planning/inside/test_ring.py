@@ -85,10 +85,10 @@ def test_a_row_whose_gathered_keys_have_no_room_goes_round_and_the_plan_says_so(
 
 def test_sends_hide_behind_compute_or_compute_behind_sends() -> None:
     found = costs(Inside.RING, 2048, 4)
-    (op,) = found.overlaps
+    (op,) = found.divided.overlaps
     whole = Problem(dag(2048), TRAINING, fleet(1e12, Mesh(4, 0.0, 1e30)))
     alone = whole.table.costs(whole.fleet.devices[0])
-    ahead, back = found.sent[op]
+    ahead, back = found.divided.sent[op]
     assert ahead.calls == 3
     assert back == Sent(2 * ahead.n_bytes, 6)
     free = found.costs(alone, Mesh(4, 0.0, 1e30))
@@ -99,6 +99,6 @@ def test_sends_hide_behind_compute_or_compute_behind_sends() -> None:
     slow = found.costs(alone, Mesh(4, 0.0, ahead.n_bytes / (100 * free.forward_s[op])))
     assert slow.forward_s[op] == pytest.approx(100.25 * free.forward_s[op])
     gathered = costs(Inside.SEQUENCE, 2048, 4)
-    assert gathered.sent[op][0].n_bytes == ahead.n_bytes
+    assert gathered.divided.sent[op][0].n_bytes == ahead.n_bytes
     late = gathered.costs(alone, Mesh(4, 0.0, 2 * ahead.n_bytes / free.forward_s[op]))
     assert late.forward_s[op] == pytest.approx(1.5 * free.forward_s[op])
