@@ -36,7 +36,8 @@ from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
 from coordinator.planning.baselines import GIVEN_CUT, layer_starts
-from coordinator.planning.costs.fleet import Device, Fleet, Mesh, Uplink
+from coordinator.planning.costs.fleet import Device, Fleet, Mesh
+from coordinator.planning.inside.cards import card_fleet, placed_fleet
 from coordinator.planning.inside.choice import Insides
 from coordinator.planning.peers.replicas import BETWEEN, best_plan, with_blocks
 from coordinator.planning.planner import PlanRequest
@@ -102,39 +103,7 @@ def bordered(dag: OpDag, training: TrainingSpec) -> Model:
 
 def cards(fleet: Fleet) -> Fleet:
     """The devices of every site as workers of their own, joined as they are inside, sites as they are."""
-    made, home = [], []
-    for at, one in enumerate(fleet.devices):
-        mesh = one.mesh
-        assert mesh is not None
-        for number in range(mesh.size):
-            name = f"{one.worker}/{number}"
-            each = one.memory_limit_bytes // mesh.size
-            made.append(replace(one, worker=name, name=name, memory_limit_bytes=each, mesh=None))
-            home.append(at)
-    return _linked(tuple(made), home, fleet)
-
-
-def _linked(devices: tuple[Device, ...], home: Sequence[int], fleet: Fleet) -> Fleet:
-    """Devices at sites of a fleet, whose links those of a site share. Inside they are joined at the rate that
-    each card has, times the cards of the smaller one."""
-    n = len(devices)
-    rate, delay = np.full((n, n), inf), np.zeros((n, n))
-    for a in range(n):
-        for b in range(n):
-            one = fleet.devices[home[a]]
-            if a != b and home[a] == home[b] and one.mesh is not None:
-                cards_at_once = min(devices[a].processes, devices[b].processes)
-                rate[a, b] = 8.0 * one.mesh.bytes_per_s * cards_at_once / fleet.payload_share
-                delay[a, b] = one.mesh.latency_s
-            elif a != b:
-                ends = home[a], home[b]
-                rate[a, b], delay[a, b] = fleet.bandwidth_bps[ends], fleet.latency_s[ends]
-    uplinks = []
-    for at, site in enumerate(fleet.devices if len(fleet.devices) > 1 else ()):
-        own = tuple(device.worker for device, where in zip(devices, home, strict=True) if where == at)
-        most = float(np.delete(fleet.bandwidth_bps[at], at).max())
-        uplinks.append(Uplink(site.worker, own, most, most))
-    return Fleet(devices, rate, delay, tuple(uplinks), payload_share=fleet.payload_share)
+    return card_fleet(fleet, [device.worker for device in fleet.devices])
 
 
 # ---------------------------------------------------------------- their choices on one timeline
@@ -274,7 +243,7 @@ def _timed(model: Model, fleet: Fleet, stages: Sequence[tuple[int, Option]]) -> 
         devices.append(_submesh(site, mesh, fleet, option.size, option.hosts, name))
         if option.kind is not None:
             kinds[name] = option.kind
-    placed = _linked(tuple(devices), home, fleet)
+    placed = placed_fleet(tuple(devices), home, fleet)
     problem = Problem(model.dag, model.training, placed, kinds=kinds)
     scored = problem.score(Candidate(tuple(range(len(stages))), tuple(start for start, _ in stages)))
     return None if scored is None else problem.deferring(scored).step_s

@@ -108,6 +108,12 @@ class Tunables:
     sketched_apart: float = 3.0  # ... which may be wrong by such a factor against one pipeline; ...
     cut_moves: int = 40  # ... and a part's cut for one share is improved by so many moves for another
     grouped_alike: float = 1.05  # times the best sketch, at which peers that are planned already are taken
+    # The same machines with other workers: a site as one per card, cards that are joined fast as a site.
+    other_reading: float = 0.9  # of the step, which is worth starting workers anew
+    near_bps: float = 8e9  # of links of cards that may be one site: of a machine or a cluster, ...
+    near_s: float = 1e-3  # ... and their delay
+    read_kinds: int = 3  # kinds of sites up to which each is read by itself, beside all of them
+    read_workers: int = 12  # of a reading up to which it is planned, as 16 unlike ones take minutes
 
 
 TUNED = Tunables()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.live import Live
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import NotEnoughMemory, StorageError, UsageError
 from atoll.exchange import EXACT
 from atoll.job import MAX_STEPS
 from atoll.worker_names import with_names
@@ -24,6 +24,7 @@ from coordinator.cli.options import Common, PlanOptions, Trace, now_and_then, te
 from coordinator.cli.views.brief import brief_view
 from coordinator.cli.views.format import in_bytes
 from coordinator.cli.views.render import memory_view, plan_view, watch_line, watch_view, worker_names
+from coordinator.cli.views.render_readings import reading_words, readings_values, readings_view, remedy
 from coordinator.cli.views.render_ways import ways_values, ways_view
 from coordinator.client.client import BEST, Client, KeptStep, check_ended
 from hostos.command_line import answer, byte_progress, err, out, print_json, show, with_groups, written
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from atoll.plan import Plan
     from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.planner import PlanRequest
+    from coordinator.planning.readings import Reading
     from coordinator.planning.ways import Way
     from protos import atoll_control_pb2 as pb
 
@@ -83,13 +85,14 @@ def plan(
     """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory.
 
     With --fleet, also compare ways to train: one pipeline, replicas, data parallelism; with --exchange also
-    local steps or gossip.
+    local steps or gossip. Machines of several cards are also planned with other workers.
     """
     ways: Sequence[Way] = ()
+    readings: Sequence[Reading] = ()
     request: PlanRequest | None = None
     if fleet is not None:
         job = _cut(options.read(jobfile, shapes_only=True))
-        found, request, ways = _local_plan(job, jobfile, fleet, options, common.json)
+        found, request, ways, readings = _local_plan(job, jobfile, fleet, options, common.json)
         names: Mapping[str, str] = {device.worker: device.label for device in request.fleet.devices}
     else:
         with common.client() as client:
@@ -102,13 +105,16 @@ def plan(
         plot_plan(found, names, plot, request)
     if common.json:
         values = {"ways": ways_values(ways, batch_of(job))} if ways else {}
-        print_json({**plain(to_proto(found)), "names": dict(names), **values})
+        others = {"readings": readings_values(readings)} if readings else {}
+        print_json({**plain(to_proto(found)), "names": dict(names), **values, **others})
     else:
         show(plan_view(found, names))
         if memory:
             show(memory_view(found, names))
         if len(ways) > 1:
             show(ways_view(ways, names, batch_of(job)))
+        if readings:
+            show(readings_view(readings))
         if plot is not None:
             out.print(f"drawn in {plot}")
 
@@ -129,7 +135,7 @@ def batch_of(job: Job) -> int:
 
 def _local_plan(
     job: Job, jobfile: Path, fleet: Path, options: PlanOptions, quiet: bool
-) -> tuple[Plan, PlanRequest, Sequence[Way]]:
+) -> tuple[Plan, PlanRequest, Sequence[Way], Sequence[Reading]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.job_file import blaming
     from coordinator.client.prepare import capture_graphs, pinned_data
@@ -137,6 +143,7 @@ def _local_plan(
     from coordinator.planning.chosen import chosen_plan
     from coordinator.planning.peers.replicas import with_blocks
     from coordinator.planning.planner import PlanRequest, remembering
+    from coordinator.planning.readings import other_readings
     from coordinator.planning.ways import WayKind, compare_ways
 
     described = read_fleet(fleet)
@@ -164,12 +171,18 @@ def _local_plan(
         asked = replace(request, training=with_blocks(job.training))
         # Either is one way, whatever the options.
         if options.partitioner.startswith(GIVEN_CUT) or request.pinned:
-            return chosen_plan(asked), asked, ()
+            return chosen_plan(asked), asked, (), ()
         how = job.training.exchange
-        ways = compare_ways(request, inexact="" if how == EXACT else how.partition(":")[0])
+        try:
+            ways = compare_ways(request, inexact="" if how == EXACT else how.partition(":")[0])
+        except NotEnoughMemory as error:
+            if not (others := other_readings(request, ())):
+                raise
+            raise NotEnoughMemory(f"{error}; or {remedy(others[0])}: {reading_words(others[0])}") from error
         plain = how == EXACT and job.training.replicas == "1"
         one = next((way.plan for way in ways if plain and way.kind is WayKind.PIPELINE), None)
-        return one or chosen_plan(asked), asked, ways
+        made = one or chosen_plan(asked)
+        return made, asked, ways, other_readings(request, ways)
 
 
 def _owner_in(fleet: Fleet, pinned: PinnedData | None) -> str:

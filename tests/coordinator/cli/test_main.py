@@ -217,6 +217,24 @@ def test_a_way_of_the_table_is_the_plan_that_its_options_make(
         assert (way["options"], step_s) == (way["options"], way["step_s"])
 
 
+def test_a_site_is_also_planned_as_a_worker_per_card(
+    job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = '[[device]]\nname = "rack"\ndevices = 2\ninside_gbps = 0.001\ninside_us = 1e6\n'
+    (tmp_path / "fleet.toml").write_text(site)
+    command = ["plan", job_file, "--fleet", str(tmp_path / "fleet.toml")]
+    assert run(app, [*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (reading,) = found["readings"]
+    assert (reading["sites"], reading["cards"], reading["better"]) == (["rack"], [2], True)
+    assert reading["step_s"] < reading["given_step_s"] == found["prediction"]["step_s"]
+    assert "--devices cuda:0,cuda:1" in reading["remedy"]
+    assert run(app, command) == 0
+    words = _words(capsys)
+    assert "rack as 2 workers, one per card: " in words
+    assert "--devices cuda:0,cuda:1" in words
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
