@@ -100,6 +100,13 @@ class _Source:
         device = device_of(self.module, self.inputs)
         return replace(found, nodes=without_causal_masks(found.nodes, self.constants.tensors, device))
 
+    def export_both(self) -> dict[bool, Exported]:
+        """Graphs by mode: one export where the module does not ask for its mode and metrics add nothing."""
+        training = self.export(True)
+        if training.reads_mode or self.metrics:
+            return {True: training, False: self.export(False)}
+        return {True: training, False: training}
+
 
 @uncompiled()
 def capture(
@@ -123,7 +130,7 @@ def capture(
     before = PythonState(module)
     source = replace(source, items=sums and sums_items(module, source.inputs))
     before.restore()
-    graphs = {mode: source.export(mode) for mode in (True, False)}
+    graphs = source.export_both()
     unsupported = [use for use in _uses(graphs.values()) if not use.supported]
     if unsupported:
         raise _unsupported(unsupported)
@@ -155,7 +162,7 @@ def capture(
 def op_uses(module: nn.Module, example_inputs: Mapping[str, Tensor]) -> tuple[OpUse, ...]:
     """Every op of both modes, unsupported ones first, then by name."""
     source = _source(module, example_inputs, None)
-    return _uses([source.export(True), source.export(False)])
+    return _uses(source.export_both().values())
 
 
 def _uses(graphs: Collection[Exported]) -> tuple[OpUse, ...]:

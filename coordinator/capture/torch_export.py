@@ -38,6 +38,7 @@ from coordinator.capture.export_errors import blame, remedies
 from coordinator.capture.outcome import Loss, modes_kept
 from coordinator.capture.python_state import PythonState
 from coordinator.capture.stock import densely, followable, listed, without_out
+from coordinator.capture.unseen import mode_reads
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -87,6 +88,7 @@ class Exported:
     loss: int
     metrics: Mapping[str, int] = field(default_factory=dict)
     weight: int | None = None
+    reads_mode: bool = True  # the module's ``training``, or it is not known
 
 
 def left_in_evaluation(modes: Collection[tuple[nn.Module, bool]]) -> list[nn.Module]:
@@ -155,6 +157,7 @@ def export(
     with ExitStack() as stack:
         stack.callback(PythonState(module).restore)
         stack.enter_context(as_trained(module, training, frozen))
+        reads_mode = stack.enter_context(mode_reads(module))
         stack.enter_context(followable(module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng())
@@ -166,7 +169,9 @@ def export(
             raise
         except Exception as error:  # torch.export raises whatever the module raised
             raise blame(error, module) from error
-    return _Flattener(program, tuple(inputs), device, canonical, constants).flatten(wrapped.metrics)
+        asked = reads_mode()
+    found = _Flattener(program, tuple(inputs), device, canonical, constants).flatten(wrapped.metrics)
+    return replace(found, reads_mode=asked)
 
 
 def device_of(module: nn.Module, inputs: Mapping[str, Tensor]) -> torch.device:

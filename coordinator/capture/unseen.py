@@ -1,17 +1,20 @@
 """What torch.export follows without a word although the graph does not hold it.
 
 While the module is traced, ``Following`` refuses calls that reach behind the graph (a hook on a tensor, a
-gradient taken within forward, ``.data``). ``refuse_functions`` looks for functions with a backward of
-their own in autograd's graph of the loss. While the module runs by itself, ``watching`` refuses what no state
-shows: clocks, the system's random numbers, files, a seed set by forward, hooks on autograd's nodes.
+gradient taken within forward, ``.data``), and ``mode_reads`` notes whether anything asks for the mode.
+``refuse_functions`` looks for functions with a backward of their own in autograd's graph of the loss. While
+the module runs by itself, ``watching`` refuses what no state shows: clocks, the system's random numbers,
+files, a seed set by forward, hooks on autograd's nodes.
 """
 
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
@@ -79,6 +82,11 @@ _TORCH = str(Path(torch.__file__).parent)
 _WRAPPERS = tuple(str(Path(_TORCH) / part) for part in ("_dynamo", "_compile.py"))  # of torch's functions
 
 
+_MODE = "training"
+_OF_A_GRAPH = torch.fx.GraphModule.__init__.__code__
+_patching = threading.Lock()  # nn.Module is one for all threads
+
+
 class Unfollowed(Exception):
     """Something in forward that the graph would not show; raised where it happens, in words."""
 
@@ -94,6 +102,54 @@ class Following(TorchFunctionMode):
         if words is not None:
             raise Unfollowed(words)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def mode_reads(module: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether a module's mode (``training``) has been read since.
+
+    A forward that does not ask is the same in both. True as well where a read would not be seen: a class
+    has a ``train``, ``training`` or ``__getattribute__`` of its own, or is TorchScript. Reads by way of
+    ``vars(module)`` are not seen; the check of values in evaluation mode refuses what comes of them.
+    """
+    if hasattr(nn.Module, _MODE) or not all(map(_has_plain_mode, module.modules())):
+        yield lambda: True
+        return
+    read = False
+
+    def get(part: nn.Module) -> object:
+        nonlocal read
+        frame = inspect.currentframe()
+        reader = frame.f_back if frame is not None else None
+        # torch.export's own graph modules take over a mode and do not act on it.
+        read |= reader is None or reader.f_code is not _OF_A_GRAPH
+        try:
+            return vars(part)[_MODE]
+        except KeyError:
+            raise AttributeError(_MODE) from None
+
+    def put(part: nn.Module, mode: bool) -> None:
+        vars(part)[_MODE] = mode
+
+    # A property of the class comes before an attribute of the instance, also in the tracer's proxies.
+    with _patching:
+        setattr(nn.Module, _MODE, property(get, put))
+        try:
+            yield lambda: read
+        finally:
+            delattr(nn.Module, _MODE)
+
+
+def _has_plain_mode(part: nn.Module) -> bool:
+    kind = type(part)
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    return (
+        kind.train is nn.Module.train
+        and kind.__getattribute__ is nn.Module.__getattribute__
+        and not any(_MODE in vars(one) for one in own)
+        and "train" not in vars(part)
+        and not isinstance(part, torch.jit.ScriptModule)
+    )
 
 
 def refuse_functions(loss: Tensor) -> None:
