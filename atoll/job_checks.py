@@ -20,6 +20,7 @@ _MODULE = "torch.nn.modules.module.Module"
 _TENSOR = "torch.Tensor"
 DATA_LOADER = "torch.utils.data.dataloader.DataLoader"
 _DATA_FRAMES = ("pandas.DataFrame", "pandas.core.frame.DataFrame", "pyarrow.lib.Table")
+_COMPUTED_BY = ("toPandas", "collect", "compute")  # of pyspark, polars and dask
 _STREAM = "torch.utils.data.dataset.IterableDataset"
 _WRAPPED = (  # modules around the module that is meant, and where they keep it
     ("torch._dynamo.eval_frame.OptimizedModule", "the module without torch.compile", "._orig_mod"),
@@ -212,8 +213,15 @@ def _check_data(data: Any, inputs: Sequence[str]) -> None:
 
 
 def is_data_frame(data: Any) -> bool:
-    """Return whether ``data`` is a table of pandas or pyarrow."""
-    return any(is_a(data, name) for name in _DATA_FRAMES)
+    """Return whether ``data`` is a table of pandas, pyarrow, or a library with frames such as polars."""
+    # Asked of the class: a lazy frame computes its columns when it is asked itself.
+    alike = not isinstance(data, type) and all(hasattr(type(data), name) for name in ("columns", "dtypes"))
+    return alike or any(is_a(data, name) for name in _DATA_FRAMES)
+
+
+def computed(frame: Any) -> str:
+    """Return the call that makes a lazy frame's values, "" for one that holds them."""
+    return next((f".{name}()" for name in _COMPUTED_BY if hasattr(type(frame), name)), "")
 
 
 def data_words(data: Any, inputs: Sequence[str]) -> str:
@@ -234,7 +242,9 @@ def data_words(data: Any, inputs: Sequence[str]) -> str:
         return f"give it as {by_name}"
     if is_data_frame(data):
         first = inputs[0] if inputs else "x"
-        return f"give its columns as arrays, Rows({{{first!r}: frame[[...]].to_numpy(), ...}})"
+        return (
+            f"give its columns as arrays, Rows({{{first!r}: frame{computed(data)}[[...]].to_numpy(), ...}})"
+        )
     if is_a(data, _TENSOR) or is_a(data, "numpy.ndarray"):
         return f"give an array for each input, {by_name}"
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str):

@@ -14,7 +14,7 @@ import numpy as np
 from atoll.arrays import array_of
 from atoll.errors import UsageError
 from atoll.fields import described, is_a
-from atoll.job_checks import DATA_LOADER, data_words, is_data_frame
+from atoll.job_checks import DATA_LOADER, computed, data_words, is_data_frame
 from atoll.spooled import Spool
 
 if TYPE_CHECKING:
@@ -197,9 +197,10 @@ def check_map_style(what: str, dataset: Any, inputs: Sequence[str] = ()) -> None
     if is_a(dataset, DATA_LOADER):
         raise UsageError(f"{what}: {described(dataset)}; {data_words(dataset, inputs)}")
     if isinstance(dataset, Mapping) or is_data_frame(dataset):
+        values = f"dataset{computed(dataset)}['x']"
         raise UsageError(
             f"{what}: {described(dataset)} has columns or parts by name, and no samples by number; give one "
-            "part of it (dataset['train']), or its columns, Rows({'x': dataset['x'], ...})"
+            f"part of it (dataset['train']), or its columns, Rows({{'x': {values}, ...}})"
         )
     if isinstance(dataset, type) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(

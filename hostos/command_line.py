@@ -31,6 +31,7 @@ from hostos.files.refusals import disk
 from hostos.installation import check_installation
 
 INTERRUPTED = 130
+_HOMELESS = "Could not determine home directory"  # of pathlib, for Path.home() and expanduser()
 HELP_ALL = "help_all"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}  # context settings of both commands
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
@@ -251,8 +252,16 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         check_installation()
         result = app(args=arguments, prog_name=app.info.name, standalone_mode=False)
     except AtollError as error:
-        err.print(Text("error:", style="red"), str(error), soft_wrap=True)
-        return error.exit_code
+        return _failed(error)
+    except RuntimeError as error:
+        if not str(error).startswith(_HOMELESS):
+            raise
+        return _failed(
+            UsageError(
+                "this user has no home folder, or a path begins with ~NAME and there is no such user; set "
+                "HOME, or give paths in full (--state-dir /PATH)"
+            )
+        )
     except click.ClickException as error:
         message = _hinted_once(error.format_message())
         shown = (
@@ -269,6 +278,11 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     if result == INTERRUPTED:
         err.print("interrupted")
     return result if isinstance(result, int) else 0
+
+
+def _failed(error: AtollError) -> int:
+    err.print(Text("error:", style="red"), str(error), soft_wrap=True)
+    return error.exit_code
 
 
 def _hinted_once(message: str) -> str:

@@ -288,7 +288,7 @@ def _recall(state_dir: Path) -> dict[str, Any]:
             values["app_env"] = tuple(map(str, values["app_env"]))
         if "node_config" in values:
             values["node_config"] = tuple((str(key), value) for key, value in values["node_config"])
-        usual = WorkerConfig(host="localhost")
+        usual = WorkerConfig(host="localhost", state_dir=state_dir)
         for name, value in values.items():
             wanted: type = type(getattr(usual, name))
             number = wanted is float and type(value) is int

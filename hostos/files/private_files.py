@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,17 @@ def state_folder(folder: Path, known: Collection[str]) -> None:
 
     An existing folder that is open to others is closed when it is empty or holds one of the ``known``
     names of an earlier start: a mistyped ``--state-dir /`` must not lock everybody out. Raises
-    StorageError when it holds other things alone, belongs to somebody else or cannot be closed.
+    StorageError when it holds other things alone, belongs to somebody else, cannot be closed, or has a name
+    that is no text, which no message between processes can carry.
     """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise StorageError(
+            f"the state folder {str(folder)!r} has bytes in its path that are no text in this shell's "
+            f"encoding, {sys.getfilesystemencoding()}; set LC_ALL=C.UTF-8, or choose another folder, "
+            "--state-dir"
+        ) from None
     mode, names = 0, list[str]()
     with disk(f"use {folder}", "choose another --state-dir"), suppress(FileNotFoundError):
         mode = stat.S_IMODE(folder.stat().st_mode)

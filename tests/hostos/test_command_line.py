@@ -14,7 +14,9 @@ import pytest
 import typer
 
 from atoll.errors import StorageError
+from coordinator.cli.main import app as atoll
 from hostos.command_line import AsJson, Lines, quoted, run, with_groups
+from worker.cli.main import app as atoll_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,6 +102,34 @@ def of_program(command: str, shell: str = "") -> tuple[int, str, str]:
     program = f"{shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} {command} {shell}"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", program], capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
+
+
+def test_a_user_without_a_home_is_told_to_set_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def nobody(key: object) -> None:
+        raise KeyError(key)
+
+    assert run(atoll_worker, ["status", "--state-dir", "~no.such.user/state"]) == 2
+    assert "there is no such user; set HOME, or give paths in full" in capsys.readouterr().err
+    monkeypatch.delenv("HOME")  # as in a container that runs as a number
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert run(atoll_worker, ["status"]) == 2
+    assert run(atoll, ["status"]) == 2
+    assert "Traceback" not in (said := capsys.readouterr().err)
+    assert said.count("this user has no home folder") == 2
+    assert run(atoll_worker, ["status", "--state-dir", str(tmp_path)]) == 0
+
+
+def test_another_error_of_a_runtime_keeps_its_traceback() -> None:
+    broken = typer.Typer()
+
+    @broken.command()
+    def breaks() -> None:
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        run(broken, [])
 
 
 @pytest.mark.parametrize("command", ["text", "json"])

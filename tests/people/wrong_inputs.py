@@ -51,6 +51,23 @@ def job():
                  training=TrainingSpec(steps=8, n_micro=4), name="wrong")
     return Job(**given | dict({change}))
 """
+# As those of polars answer: a row of a frame is a frame, and a lazy one has no values before collect().
+FRAME = """
+class DataFrame:
+    columns, dtypes, shape = ["x", "y"], ["f8", "i8"], (40, 2)
+    def __len__(self):
+        return 40
+    def __getitem__(self, row):
+        return DataFrame()
+    def __array__(self, *form, **options):
+        return np.zeros((1, 2))
+"""
+LAZY_FRAME = """
+class LazyFrame:
+    columns, dtypes = ["x", "y"], ["f8", "i8"]
+    def collect(self):
+        return self
+"""
 
 
 @dataclass(frozen=True)
@@ -159,6 +176,8 @@ DATA = (
         "data=DataFrame()",
         "DataFrame = type('DataFrame', (), {'__module__': 'pandas.core.frame'})",
     ),
+    Case("a data frame of polars", "data=DataFrame()", FRAME),
+    Case("a data frame that is lazy", "data=LazyFrame()", LAZY_FRAME),
     Case("a path", "data='data.csv'"),
     Case("a generator", "data=(row for row in SET)"),
     Case("no data", "data=None"),
@@ -206,6 +225,8 @@ DATA = (
         "data=Rows.of(pd.DataFrame({'x': [0.0], 'y': [0]}))",
         "import pandas as pd",
     ),
+    Case("a data frame of polars in `Rows.of`", "data=Rows.of(DataFrame(), 'x')", FRAME),
+    Case("a lazy data frame in `Rows.of`", "data=Rows.of(LazyFrame(), 'x', 'y')", LAZY_FRAME),
     Case("columns in `Rows.of`", "data=Rows.of({'x': X, 'y': Y})"),
     Case("dates", "data=Rows({'x': np.array(['2026-01-01'] * 40, 'datetime64[D]'), 'y': Y})"),
     Case("complex numbers", "data=Rows({'x': X.to(torch.complex64), 'y': Y})"),

@@ -126,7 +126,7 @@ def config(state_dir: StateDir = None, json: AsJson = False) -> int:
     folder = state_dir or default_state_dir()
     settings = read_settings(folder)
     file = folder / SETTINGS_FILE
-    defaults = {**asdict(WorkerConfig(host="-")), **asdict(Limits()), "host": ""}
+    defaults = {**asdict(WorkerConfig(host="-", state_dir=folder)), **asdict(Limits()), "host": ""}
     values = {name: settings.get(name, defaults[name]) for name in EXPLAINED}
     sources = {name: "settings" if name in settings else "default" for name in EXPLAINED}
     unknown = sorted(settings.keys() - {*EXPLAINED, "insecure"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,27 @@ def test_scalars_are_read_back_as_tensorboard_reads_them(written: RunLog) -> Non
         for value in event.summary.value
     ]
     assert found == POINTS
+
+
+def test_tensorboard_goes_on_after_a_disk_that_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("threading.excepthook", lambda met: None)  # the library's thread ends by the error
+    run = RunLog(tmp_path, trace_bytes=0)
+    with monkeypatch.context() as patched:
+        patched.setattr("tensorboard.compat.tensorflow_stub.io.gfile.LocalFileSystem._write", full)
+        for point in POINTS:
+            run.measured(point)
+    monkeypatch.setattr("coordinator.loggers.tensorboard.time.monotonic", lambda: 1e12)
+    late = Point(3, "loss", 2.0, 103.0)
+    run.measured(late)
+    run.close()
+    loaded = [LegacyEventFileLoader(str(path)).Load() for path in tmp_path.glob("events.out.tfevents.*")]
+    assert [event.step for events in loaded for event in events if event.summary.value] == [late.step]
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + len(POINTS) + 1
 
 
 def test_points_are_lines_of_the_csv_file_and_kept_for_watchers(written: RunLog) -> None:

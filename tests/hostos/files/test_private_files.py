@@ -61,6 +61,13 @@ def test_a_folder_of_other_things_is_left_as_it_is_and_refused(tmp_path: Path) -
     state_folder(tmp_path / "home", KNOWN)
 
 
+def test_a_folder_whose_name_is_no_text_is_refused_and_not_made(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")  # of an old disk; in the C locale any letter beyond ASCII
+    with pytest.raises(StorageError, match=r"caf.udce9' has bytes .* no text .*; set LC_ALL=C.UTF-8, or"):
+        state_folder(folder, KNOWN)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_open_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o755)
 
