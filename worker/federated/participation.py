@@ -147,9 +147,7 @@ class Participation:
         )
         # Of a job whose gateway may fail to have it, or that may not train a round again: noise of each
         # sample is drawn anew, so that would be another release.
-        self._last: LastUpdate | None = None
-        if spec.sample_privacy is not None:
-            self._last = read_last(self._store.folder, self._store.folder / UPDATE)
+        self._last = read_last(self._store.folder, self._store.folder / UPDATE)
         self._population: PopulationStates | None = None
         self._secure: SecureRounds | None = None
         if spec.secure is not None:
