@@ -104,7 +104,7 @@ def test_the_docs_have_every_event_and_no_other() -> None:
 
 
 def test_every_event_is_emitted_somewhere() -> None:
-    call = re.compile(r"(?:[lL]og|say|info|warning)\(\s*(?:telemetry\.)?(?:Event|Name)\.([A-Z_]+)")
+    call = re.compile(r"(?:[lL]og|say|note|info|warning)\(\s*(?:telemetry\.)?(?:Event|Name)\.([A-Z_]+)")
     sources = [
         path.read_text()
         for room in ("coordinator", "protos", "hostos")
