@@ -175,7 +175,9 @@ class FakeWorker:
                 return
             job = self.assigned.job if self.assigned else ""
             version = self.assigned.plan_version if self.assigned else 0
-            beat = pb.Heartbeat(worker_time_s=time.time(), job=job, plan_version=version, progress=progress)
+            beat = pb.Heartbeat(
+                worker_time_s=time.monotonic(), job=job, plan_version=version, progress=progress
+            )
             self.say(heartbeat=beat)
 
     def _received(self, inbox: Inbox, message: pb.ToWorker) -> None:

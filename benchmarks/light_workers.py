@@ -115,7 +115,7 @@ class LightWorker(FakeWorker):
                 except TimeoutError:
                     due_s = max(due_s + welcome.heartbeat_s, time.monotonic())
                     self.heartbeats += 1
-                    message = pb.FromWorker(heartbeat=pb.Heartbeat(worker_time_s=time.time()))
+                    message = pb.FromWorker(heartbeat=pb.Heartbeat(worker_time_s=time.monotonic()))
                 await self._call.write(message)
 
 

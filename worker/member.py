@@ -455,7 +455,7 @@ class Member:
         state = self._state
         found = self._host.waiting
         return told.Heartbeat(
-            worker_time_s=time.time(),
+            worker_time_s=time.monotonic(),  # as Spans have it
             job=state.job,
             version=state.version,
             step=state.repeated if state.standby else state.step,

@@ -1,4 +1,8 @@
-"""A stage's timeline: what ran when, on the machine's wall clock, bounded."""
+"""A stage's timeline: what ran when, bounded.
+
+Times are of the machine's steady clock, which its processes share and nobody sets. Heartbeats have it too, so
+the coordinator knows what to add.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ MAX_SPANS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``kind``: F | B | I | W | send | recv | opt | wait | eval | load | save; wall-clock seconds."""
+    """``kind``: F | B | I | W | send | recv | opt | wait | eval | load | save; steady clock's seconds."""
 
     kind: str
     step: int
@@ -27,15 +31,9 @@ class Span:
 class Spans:
     """Collects spans in one thread, gives them away in batches; the oldest go when full."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, wall_s: float | None = None) -> None:
-        """``clock`` counts seconds steadily; ``wall_s`` is the wall clock's time now."""
-        self._clock = clock
-        self._zero_s = (time.time() if wall_s is None else wall_s) - clock()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.now_s = clock
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
-
-    def now_s(self) -> float:
-        """Wall-clock seconds that never jump."""
-        return self._zero_s + self._clock()
 
     def add(self, span: Span) -> None:
         self._spans.append(span)

@@ -80,7 +80,7 @@ class Worker:
     computing: Ratio = field(default_factory=Ratio)  # forwards, backwards, optimizer
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
     handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
-    clock_offset_s: float | None = None  # ours minus the worker's
+    clock_offset_s: float | None = None  # ours minus the worker's steady one
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
     beat: Heartbeat | None = None  # the newest
@@ -188,6 +188,7 @@ class Roster:
         if introduction.incarnation != before.incarnation:
             known.quarantined = ""
             self._readmissions.drop(worker)
+        known.clock_offset_s = None  # it may have been started anew, or slept
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
         self._list_data(worker, listed=False)
         known.introduction, known.session, known.guest = introduction, session, introduction.guest

@@ -39,6 +39,17 @@ def introduction(*datasets: str) -> Introduction:
     return Introduction("w", 1, "cpu", "none", 1, 1 << 30, 1 << 30, datasets=facts)
 
 
+def test_a_session_begins_with_no_clock_as_a_computer_that_was_started_anew_counts_from_nothing() -> None:
+    roster = Roster(Liveness(), Probing())
+    roster.open("w", 1, introduction(), 0.0)
+    for worker_time_s, now_s in ((5000.0, 10.0), (5001.0, 11.2)):
+        roster.heard("w", worker_time_s, now_s)
+    assert roster.workers["w"].clock_offset_s == pytest.approx(-4990.0, abs=0.5)  # of the least delayed one
+    roster.open("w", 2, introduction(), 100.0)
+    roster.heard("w", 3.0, 101.0)
+    assert roster.workers["w"].clock_offset_s == pytest.approx(98.0, abs=0.5)
+
+
 def test_names_of_data_sets_that_no_worker_has_any_more_are_forgotten() -> None:
     roster = Roster(Liveness(), Probing())
     for number in range(50):
