@@ -843,6 +843,7 @@ class Heartbeat(_message.Message):
     MEMORY_PEAK_BYTES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker_time_s: _builtins.float
+    """of the clock of its spans, which nobody sets"""
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
