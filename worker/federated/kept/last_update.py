@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from hashlib import file_digest, sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atoll.messages.to_worker import Model
 from compressors.container import Stored
+from hostos.files.locked_json import sound_object
 from hostos.files.private_files import write_private
 from strategies.values import ClientUpdate
 
@@ -52,11 +53,8 @@ def write_last(folder: Path, last: LastUpdate) -> None:
 
 def read_last(folder: Path, update: Path) -> LastUpdate | None:
     """The last update of a job's folder; None without one, or where its file is gone or another."""
-    path = folder / FILE
     try:
-        if path.stat().st_size > MAX_BYTES:
-            return None
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        found = sound_object(folder / FILE, MAX_BYTES)
         last = LastUpdate(
             str(found["work"]),
             ClientUpdate(**found["answer"]),
