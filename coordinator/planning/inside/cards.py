@@ -94,7 +94,7 @@ def near_cards(fleet: Fleet) -> dict[str, tuple[str, ...]]:
 
 
 def alike_devices(devices: Iterable[Device]) -> list[list[Device]]:
-    """Return them in groups of those that differ in nothing but their names and groups."""
+    """Return devices in groups whose members differ only in names and groups."""
     found: list[tuple[Device, list[Device]]] = []
     for device in devices:
         unnamed = replace(device, worker="", name="", site="")
