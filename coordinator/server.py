@@ -64,6 +64,7 @@ from hostos.files.private_files import state_folder
 from hostos.log_stream import LogBudget, log_stream
 from hostos.net.addresses import join_address, parse_address
 from hostos.net.networks import ANYWHERE
+from hostos.signals import endings
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.connections import ConnectionBound, Known, PortBound
@@ -553,7 +554,7 @@ def serve(config: CoordinatorConfig) -> Running:
 
 
 def serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]) -> None:
-    """Run until SIGINT or SIGTERM; ``announce`` is called once calls are taken."""
+    """Run until SIGINT, SIGTERM or SIGHUP; ``announce`` is called once calls are taken."""
     _log_to_stderr()
     allowed = raise_limit(CONNECTIONS_A_SESSION * config.max_workers + SPARE_DESCRIPTORS)
     if allowed < config.max_workers + SPARE_DESCRIPTORS:
@@ -569,7 +570,8 @@ def serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]
 async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]) -> None:
     ending = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    leave = endings()
+    for number in leave:
         loop.add_signal_handler(number, ending.set)
     server = Server(config)
     announce(await server.start())
@@ -584,7 +586,7 @@ async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started]
     if failure is not None:
         # Better to end and be started again from the journal than to answer and do nothing.
         log.critical("server.broke", error=repr(failure))
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in leave:
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once, threads that plan too
     try:

@@ -9,7 +9,6 @@ With ``--ray`` the hosts are actors of a Ray cluster, and a node's disk holds th
 from __future__ import annotations
 
 import json as jsonlib
-import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from coordinator.cli.on_ray.shipped import linked
 from coordinator.cli.options import JobOptions, telling
 from coordinator.cli.views.format import DIM, in_bytes, in_seconds
 from experiments.data import OWNED, owned_data
+from hostos.allotted import threads_each
 from hostos.command_line import AsJson, kept_folder, out, print_json, with_groups
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _fleet(
     from coordinator.cli.local_fleet import LocalFleet
 
     if hosts.ray is None:
-        threads = hosts.cpus or max(1, (os.cpu_count() or 1) // hosts.count)
+        threads = hosts.cpus or threads_each(hosts.count)
         options = [*FLOORS, "--threads", str(threads)]
         with LocalFleet(hosts.count, options, keep=keep, before=before, again=True) as fleet:
             yield fleet

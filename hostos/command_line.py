@@ -25,13 +25,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from typer.models import OptionInfo, TyperInfo
 
-from atoll.errors import AtollError, StorageError, UsageError
+from atoll.errors import AtollError, UsageError
 from hostos import leaving
-from hostos.files.refusals import disk
+from hostos.descriptors import hold_standard
+from hostos.files.refusals import NO_THREAD, disk, refusal
 from hostos.installation import check_installation
 
 INTERRUPTED = 130
 _HOMELESS = "Could not determine home directory"  # of pathlib, for Path.home() and expanduser()
+_THREADLESS = "can't start new thread"  # of threading
 HELP_ALL = "help_all"
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}  # context settings of both commands
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
@@ -78,7 +80,7 @@ def written() -> Iterator[None]:
     except BrokenPipeError:
         raise SystemExit(0) from None
     except OSError as error:
-        raise StorageError(f"cannot write the output: {error.strerror}") from None
+        raise refusal(error, "write the output") from None
 
 
 # Much of what is shown was written elsewhere: no text is markup.
@@ -253,15 +255,10 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         result = app(args=arguments, prog_name=app.info.name, standalone_mode=False)
     except AtollError as error:
         return _failed(error)
-    except RuntimeError as error:
-        if not str(error).startswith(_HOMELESS):
+    except (RuntimeError, OSError, MemoryError) as error:
+        if (words := _of_machine(error)) is None:
             raise
-        return _failed(
-            UsageError(
-                "this user has no home folder, or a path begins with ~NAME and there is no such user; set "
-                "HOME, or give paths in full (--state-dir /PATH)"
-            )
-        )
+        return _failed(words)
     except click.ClickException as error:
         message = _hinted_once(error.format_message())
         shown = (
@@ -274,10 +271,26 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort, EOFError):
         result = INTERRUPTED  # newer versions of typer return it themselves
     except SystemExit as left:
-        result = left.code
+        # Where the help's reader leaves early, the libraries that print it exit with 1.
+        result = 0 if isinstance(left.__context__, BrokenPipeError) else left.code
     if result == INTERRUPTED:
         err.print("interrupted")
     return result if isinstance(result, int) else 0
+
+
+def _of_machine(error: RuntimeError | OSError | MemoryError) -> AtollError | None:
+    """Words for what the machine refused and nobody closer to it put into words; None for another error."""
+    if isinstance(error, MemoryError):
+        return AtollError("this process got no more memory; free some, or raise its limit (`ulimit -v`)")
+    if isinstance(error, OSError):
+        what = f"use {error.filename}" if error.filename is not None else "go on"
+        return None if error.errno is None else refusal(error, what)
+    if str(error).startswith(_HOMELESS):
+        return UsageError(
+            "this user has no home folder, or a path begins with ~NAME and there is no such user; set "
+            "HOME, or give paths in full (--state-dir /PATH)"
+        )
+    return AtollError(NO_THREAD) if str(error).startswith(_THREADLESS) else None
 
 
 def _failed(error: AtollError) -> int:
@@ -335,4 +348,5 @@ def _flow(app: typer.Typer) -> None:
 
 def enter(app: typer.Typer) -> NoReturn:
     """Run the process's command line and exit."""
+    hold_standard()
     leaving.leave(run(app))

@@ -7,6 +7,7 @@ less what it needs for itself: else a flood takes the last one, and no file open
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ if sys.platform != "win32":  # which counts its handles otherwise
     import resource
 
 LISTED_IN = (Path("/proc/self/fd"), Path("/dev/fd"))  # Linux, macOS
+WORKER = 40  # that a worker cannot do without: with fewer gRPC ends the process
 START = 16  # opened while a coordinator starts: listeners, event loops, metrics
 FEWEST_FILES, MOST_FILES = 8, 1024  # journal, blobs, logs, pipes to children
 FEWEST_CONNECTIONS = 12  # of all ports together
@@ -51,6 +53,37 @@ def shares(limit: int, in_use: int, *, relay: bool) -> Shares:
     other = connections // 4
     own_relay = other if relay else 0
     return Shares(other, connections - other - own_relay, own_relay)
+
+
+def hold_standard() -> None:
+    """Make standard input, output and error such that nothing is lost in them, or written elsewhere.
+
+    Closed ones become the null device: a file of ours that took their number would hold what libraries print.
+    All of them wait; what the output's encoding lacks is shown as "?".
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # closed; the lowest free number is the next to be given
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        # Whoever shares a pipe may have it not wait for its reader. Python then drops what does not fit at
+        # once, without an error, and the end of a long output is lost.
+        with contextlib.suppress(OSError):
+            os.set_blocking(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 - for the process's life
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def enough(limit: int) -> None:
+    """UsageError where a worker cannot run with ``limit`` descriptors."""
+    if limit < WORKER:
+        raise UsageError(
+            f"this process may hold {limit} files and connections open at once, and needs at least {WORKER}: "
+            "raise the limit of open files (`ulimit -n`, LimitNOFILE= of a service, `ulimits: nofile` of a "
+            "container)"
+        )
 
 
 def raise_limit(wanted: int) -> int:

@@ -12,6 +12,16 @@ import threading
 from collections.abc import Callable, Mapping
 
 
+def endings() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to leave: Ctrl+C, SIGTERM, and SIGHUP, which comes when its
+    terminal closes, unless it was started to outlive that (``nohup``)."""
+    found = [signal.SIGINT, signal.SIGTERM]
+    hangup: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        found.append(hangup)
+    return tuple(found)
+
+
 def heeded(handlers: Mapping[int, Callable[[], None]]) -> Callable[[], None]:
     """Have a thread call the handler of each signal that comes, one after the other; return what puts the
     handlers from before back. For the main thread alone."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import ConnectionFailed
-from hostos.descriptors import raise_limit
-from hostos.signals import heeded
+from hostos.descriptors import enough, raise_limit
+from hostos.signals import endings, heeded
 from worker.blobs import BlobCache
 from worker.config import WorkerConfig, make_config, remember
 from worker.control.address_watch import watch_address
@@ -77,7 +77,7 @@ class Daemon:
         """Join, work, leave. Raises the error that ended it; returns after a wish to leave."""
         # Before the first thread of many: who has an arena of its own keeps it.
         keep_chunk_memory()
-        raise_limit(DESCRIPTORS)
+        enough(raise_limit(DESCRIPTORS))
         restore = self._catch_signals()
         try:
             for member in self._members:
@@ -232,8 +232,8 @@ class Daemon:
         return config.memory_bytes, config.gpu_memory_bytes
 
     def _catch_signals(self) -> Callable[[], None]:
-        """Leave on Ctrl+C or SIGTERM, and end at once on another one where that hangs; returns what puts the
-        old handlers back."""
+        """Leave on Ctrl+C, SIGTERM or when the terminal closes, and end at once on another signal where that
+        hangs; returns what puts the old handlers back."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
 
@@ -248,7 +248,7 @@ class Daemon:
 
         return heeded(
             {
-                **{number: partial(leave, number) for number in (signal.SIGINT, signal.SIGTERM)},
+                **{number: partial(leave, number) for number in endings()},
                 # `atoll-worker apps` and `jobs` say so that its owner has spoken.
                 signal.SIGUSR1: lambda: self._post(ConsentChanged()),
             }

@@ -14,6 +14,8 @@ def main() -> NoReturn:
         from coordinator.cli.main import main as run
     except KeyboardInterrupt:
         sys.exit(130)
+    except MemoryError:
+        sys.exit("error: this process got no memory to load; free some, or raise its limit (`ulimit -v`)")
     run()
 
 

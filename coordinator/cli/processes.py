@@ -19,6 +19,7 @@ from typing import IO, Any, NoReturn, Protocol
 
 from atoll.errors import AtollError
 from hostos.closing import Closing
+from hostos.signals import endings
 
 LOOK_EVERY_S = 0.2
 LEAVE_S = 5.0  # daemons leave within 2 s; whoever is still there is killed
@@ -153,12 +154,13 @@ def _read(process: Started, found: queue.SimpleQueue[str | None]) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave as Ctrl+C does: through what is to be cleaned up."""
+    """SIGTERM and, unless it is ignored, SIGHUP leave as Ctrl+C does: through what is to be cleaned up."""
 
     def leave(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = [number for number in endings() if number != signal.SIGINT]
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:

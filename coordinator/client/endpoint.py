@@ -18,7 +18,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
+from hostos.files.refusals import refusal
 from hostos.net.addresses import join_address, parse_address
 from hostos.net.proxies import proxy_option
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
@@ -110,7 +111,7 @@ def remember(state_dir: Path, host: str, port: int, *, insecure: bool) -> None:
     except OSError as error:
         with suppress(OSError):
             scratch.unlink()
-        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None
+        raise refusal(error, f"write {path}", "choose another --state-dir") from None
 
 
 def find_endpoint(
@@ -168,6 +169,6 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}; is it another user's?") from None
+        raise refusal(error, f"read {path}", "is it another user's?") from None
     with os.fdopen(descriptor, "r", encoding="utf-8", errors="replace") as file:
         return file.read(MAX_FILE_BYTES).strip()

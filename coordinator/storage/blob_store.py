@@ -24,6 +24,7 @@ import numpy as np
 from atoll.errors import BadFrame, StorageError, UsageError
 from compressors.deltas import HEAD_BYTES, decode, head_of
 from hostos.files.private_files import private_folder, sync_folder
+from hostos.files.refusals import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -260,7 +261,7 @@ class BlobStore:
         except FileNotFoundError:
             raise Gone(f"blob {name[:12]} is not in the store; submit the job again") from None
         except OSError as error:
-            raise StorageError(f"cannot read under {self.root}: {error.strerror}; check its disk") from error
+            raise refusal(error, f"read under {self.root}", "check its disk") from error
 
     def delete(self, names: Collection[str], unless: Callable[[str], bool] = lambda name: False) -> int:
         """Delete these blobs where they are here; returns the bytes freed.
@@ -405,7 +406,7 @@ def storage_error(error: OSError, where: Path) -> StorageError:
             f"the disk under {where} is full; free some space: jobs go on by themselves, a submit is to be "
             "repeated (what has arrived of it is kept)"
         )
-    return StorageError(f"cannot write under {where}: {error.strerror}")
+    return refusal(error, f"write under {where}")
 
 
 def _size(path: Path) -> int:

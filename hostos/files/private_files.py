@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
-from hostos.files.refusals import disk
+from hostos.files.refusals import disk, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -102,9 +102,7 @@ def write_private(path: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; free space, or choose another --state-dir"
-        ) from None
+        raise refusal(error, f"write {path}", "free space, or choose another --state-dir") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -74,7 +77,7 @@ def test_an_error_of_ours_is_a_line_and_an_exit_code(capsys: pytest.CaptureFixtu
 
 
 PROGRAM = """
-import sys, typer
+import os, sys, typer
 from hostos.command_line import enter, out, print_json
 
 app = typer.Typer(name="look", pretty_exceptions_enable=False)
@@ -92,6 +95,34 @@ def json():
 @app.command()
 def stop():
     raise KeyboardInterrupt
+
+@app.command()
+def blocks():
+    out.print("\u2588 90 %")
+    print(len(sys.stdin.read()))
+
+@app.command()
+def numbers():
+    print("lost")
+    print("also lost", file=sys.stderr)
+    made = os.open(os.environ["MADE"], os.O_CREAT | os.O_RDWR)
+    os.write(made, str(made).encode())
+
+@app.command()
+def refused(why: int):
+    raise OSError(why, os.strerror(why), "a/file")
+
+@app.command()
+def forks():
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+@app.command()
+def threads():
+    raise RuntimeError("can't start new thread")
+
+@app.command()
+def memory():
+    raise MemoryError
 
 enter(app)
 """
@@ -132,10 +163,12 @@ def test_another_error_of_a_runtime_keeps_its_traceback() -> None:
         run(broken, [])
 
 
-@pytest.mark.parametrize("command", ["text", "json"])
+@pytest.mark.parametrize("command", ["text", "json", "--help"])
 def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
-    code, shown, errors = of_program(command, "| head -n 1")
-    assert (code, shown.count("\n"), errors) == (0, 1, "")
+    # Help is shorter than what a pipe holds: its reader has left before it is written.
+    reader = "| head -n 1" if command != "--help" else "> >(exec true)"
+    code, shown, errors = of_program(command, reader)
+    assert (code, shown.count("\n"), errors) == (0, int(command != "--help"), "")
 
 
 @pytest.mark.parametrize("command", ["text", "json"])
@@ -172,3 +205,64 @@ def test_lines_are_drawn_anew_where_a_terminal_can(
     """A terminal that only prints, as in an editor, shows what is new on a line of its own."""
     monkeypatch.setenv("TERM", term)
     assert Lines(file=io.StringIO(), force_terminal=terminal).redraws is redraws
+
+
+def test_what_an_output_cannot_encode_is_no_error() -> None:
+    assert of_program("blocks", "< /dev/null")[:2] == (0, "\u2588 90 %\n0\n")
+    program = (
+        f"export PYTHONIOENCODING=ascii; {shlex.quote(sys.executable)} -c {shlex.quote(PROGRAM)} blocks <&-"
+    )
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "? 90 %\n0\n", "")
+
+
+def test_where_outputs_are_closed_no_file_takes_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MADE", str(tmp_path / "made"))
+    assert of_program("numbers", "<&- >&- 2>&-") == (0, "", "")
+    assert int((tmp_path / "made").read_text()) > 2
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (
+            f"refused {errno.EMFILE}",
+            9,
+            "cannot use a/file: Too many open files; raise the limit of open files",
+        ),
+        (f"refused {errno.EFBIG}", 9, "cannot use a/file: File too large; raise the limit of a file's size"),
+        (f"refused {errno.ENOENT}", 9, "cannot use a/file: No such file or directory"),
+        (
+            "forks",
+            9,
+            "cannot go on: Resource temporarily unavailable; raise the limit of processes",
+        ),
+        ("threads", 1, "cannot start another thread; raise the limit of processes: `ulimit -u`"),
+        ("memory", 1, "this process got no more memory; free some"),
+    ],
+)
+def test_what_a_machine_refuses_is_a_sentence(command: str, code: int, words: str) -> None:
+    found, shown, errors = of_program(command)
+    assert (found, shown) == (code, "")
+    assert errors.startswith(f"error: {words}")
+    assert "Traceback" not in errors
+
+
+def test_help_on_a_full_disk_is_a_sentence() -> None:
+    code, _, errors = of_program("--help", "> /dev/full")
+    assert code == 9
+    assert errors.startswith("error: cannot go on: No space left on device")
+    assert errors.count("\n") == 1
+
+
+def test_no_output_is_lost_in_a_pipe_that_was_set_not_to_wait_for_its_reader() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with open(reading, "rb") as reader:
+        with open(writing, "wb") as output:
+            started = subprocess.Popen([sys.executable, "-c", PROGRAM, "json"], stdout=output, cwd=ROOT)
+        time.sleep(0.1)  # more than fits is there before it is read
+        assert reader.read().count(b"\n") == 20_000
+    assert started.wait() == 0

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from atoll.errors import UsageError
+from hostos.descriptors import WORKER, enough
+
 resource = pytest.importorskip("resource")
 
 LOWERED = """
@@ -20,3 +23,9 @@ print(*(raise_limit(wanted) for wanted in (32, 128, 100, 10_000)))
 def test_the_limit_rises_to_what_is_wanted_or_to_the_hard_one_and_never_falls() -> None:
     ran = subprocess.run([sys.executable, "-c", LOWERED], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["64", "128", "128", "256"]
+
+
+def test_a_worker_with_too_few_descriptors_is_told_how_many_it_needs() -> None:
+    enough(WORKER)
+    with pytest.raises(UsageError, match=f"may hold {WORKER - 1} .* at least {WORKER}: raise"):
+        enough(WORKER - 1)

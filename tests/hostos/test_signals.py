@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from hostos.signals import heeded
+from coordinator.cli.processes import ended_by_signals
+from hostos.signals import endings, heeded
 from tests.interrupts import ROOT
 from tests.patience import HUNG_S, eventually
 from worker.daemon import Daemon
@@ -95,3 +96,18 @@ def test_a_worker_that_hangs_while_it_leaves_ends_at_the_next_signal(number: sig
             assert process.wait(HUNG_S) == 128 + number
         finally:
             process.kill()
+
+
+def test_a_closed_terminal_asks_to_leave_unless_the_process_was_started_to_outlive_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert endings() == (*BOTH, signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        assert endings() == BOTH
+        with ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(SystemExit), ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

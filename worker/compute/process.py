@@ -17,6 +17,7 @@ from pathlib import Path
 from atoll.errors import AtollError
 from atoll.federated import Floors
 from atoll.messages.from_worker import CodecSpeeds
+from hostos.allotted import usable
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos import coding
@@ -35,7 +36,7 @@ from worker.context import ComputeContext, ComputeSettings
 from worker.data.population import load_population
 from worker.data.registry import open_dataset
 from worker.machine.codec_speed import CodecGauge
-from worker.machine.cpu import CpuMeter, usable
+from worker.machine.cpu import CpuMeter
 from worker.machine.device import Device, device_facts, versions
 from worker.machine.malloc import keep_no_tensors
 from worker.machine.op_timing import warm_up

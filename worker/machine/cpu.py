@@ -1,22 +1,15 @@
-"""CPU cores that this process may use at once, and how long they are at work, with what.
-
-The cores are its affinity, and what cgroups allow. Cgroups of version 1 (``cpu.cfs_quota_us``) and 2
-(``cpu.max``), from the process's own group up: the tightest of them counts. A container sees its own
-group as the root.
-"""
+"""How long the CPU cores of this process are at work, with what."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-GROUPS = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
+from hostos.allotted import usable
+
 REST_S = 1.0
 """A shorter rest does not tell what the process takes at rest."""
 
@@ -95,61 +88,8 @@ class CpuMeter:
         return max(0.0, used_s / self._cores - (self._since[2] - before[2]))
 
 
-@dataclass(frozen=True, slots=True)
-class Usable:
-    """Cores that this process may use at once."""
-
-    cores: float
-    """At least 0.01; a share of one core under a quota."""
-    period_s: float = 0.0
-    """Period of the quota in seconds; 0 without one."""
-
-
 def beside_computing() -> Callable[[], float]:
     """Return what says how many seconds of computing this process has taken since the last call, where
     another computes on the same part of a core; 0 where there is a core for each."""
     cores = usable().cores
     return CpuMeter(cores).beside_s if cores < 1.0 else lambda: 0.0
-
-
-def usable(own: Path = OWN, groups: Path = GROUPS) -> Usable:
-    """The tightest of its limits."""
-    try:
-        most = float(len(os.sched_getaffinity(0)))
-    except (AttributeError, OSError):  # not on every system
-        most = float(os.cpu_count() or 1)
-    limits = [Usable(most), *filter(None, map(_quota, _folders(own, groups)))]
-    tightest = min(limits, key=lambda limit: limit.cores)
-    return replace(tightest, cores=max(0.01, tightest.cores))
-
-
-def _folders(own: Path, groups: Path) -> Iterator[Path]:
-    """Folders of this process's cpu groups and all above them."""
-    try:
-        lines = own.read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        lines = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = groups / "cpu" if controllers else groups
-        folder = root / path.strip("/")
-        while folder != root:
-            yield folder
-            folder = folder.parent
-        yield root
-
-
-def _quota(folder: Path) -> Usable | None:
-    """Cores that a group may use; None without a limit."""
-    for name, other in (("cpu.max", ""), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        try:
-            words = (folder / name).read_text(encoding="ascii").split()
-            words += (folder / other).read_text(encoding="ascii").split() if other else []
-            quota, period = float(words[0]), float(words[1])
-        except (OSError, ValueError, IndexError):
-            continue  # "max" too: not limited
-        if quota > 0 and period > 0:
-            return Usable(quota / period, period / 1e6)
-    return None

@@ -14,8 +14,9 @@ import psutil
 
 from atoll.errors import UsageError
 from atoll.version import __version__
+from hostos.allotted import memory_room, usable
 from protos import atoll_control_pb2 as control
-from worker.machine.cpu import usable
+from worker.machine.own_share import RESERVE_BYTES
 
 RESERVE_SHARE = 0.15  # of free memory, left to the machine's owner where --memory is not given
 
@@ -70,7 +71,9 @@ def devices_of(device: str) -> tuple[str, ...]:
 
 def usable_cores() -> int:
     """Return how many physical cores this process may use: more threads would only wait for each other."""
-    return min(psutil.cpu_count(logical=False) or 1, math.ceil(usable().cores))
+    cores = math.ceil(usable().cores)
+    # Some systems, and /proc without /sys, do not tell physical cores.
+    return min(psutil.cpu_count(logical=False) or cores, cores)
 
 
 def compute_threads(config: DeviceChoice) -> int:
@@ -133,14 +136,17 @@ def own_address(toward: str, port: int) -> str | None:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Bytes of memory that are free and that there are, under a container's own limit."""
-    memory = psutil.virtual_memory()
-    total = min(int(memory.total), _cgroup_limit() or int(memory.total))
-    return min(int(memory.available), total), total
+    """Bytes of memory that are free and that there are, under the limits of control groups."""
+    memory, room = psutil.virtual_memory(), memory_room()
+    free, total = int(memory.available), int(memory.total)
+    if room is None:
+        return free, total
+    return min(free, room.free), min(total, room.limit)
 
 
 def memory_limit(wanted: int, free: int, total: int, where: str) -> int:
-    """The planner's budget, bytes: ``wanted``, or what is free less a reserve where that is 0.
+    """The planner's budget, bytes: ``wanted``, or where that is 0 what is free less a reserve, which has room
+    for what the worker grows by.
 
     UsageError when ``where`` has less.
     """
@@ -148,7 +154,7 @@ def memory_limit(wanted: int, free: int, total: int, where: str) -> int:
         raise UsageError(
             f"--memory asks for {wanted / 2**30:.1f} GiB, {where} has {total / 2**30:.1f} GiB; lower it"
         )
-    return wanted or int(free * (1.0 - RESERVE_SHARE))
+    return wanted or max(0, min(int(free * (1.0 - RESERVE_SHARE)), free - RESERVE_BYTES))
 
 
 def cpu_model() -> str:
@@ -160,15 +166,3 @@ def cpu_model() -> str:
     except OSError:
         pass
     return (platform.processor() or platform.machine())[:100]
-
-
-def _cgroup_limit() -> int | None:
-    """A container's own memory limit, bytes."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 2**60:
-            return int(text)
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from atoll.federated import Registered
 from coordinator.cli.jobs.commands import JobFile, follow
 from coordinator.cli.local_fleet import COORDINATOR
 from coordinator.cli.options import PlanOptions, telling
+from hostos.allotted import threads_each
 from hostos.command_line import AsJson, err, kept_folder, out, quoted, with_groups
 from hostos.units import counted, parse_size
 
@@ -137,7 +137,7 @@ def _check(job: Job, workers: int) -> None:
 
 
 def _join_options(job: Job, workers: int, device: str, memory: str) -> list[str]:
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = threads_each(workers)
     found = ["--threads", str(threads), "--device", device]
     found += ["--stage-memory", str(parse_size(memory))] if memory else []
     return found + list(FLOORS if job.federated is not None else ())

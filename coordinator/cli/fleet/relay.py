@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +19,7 @@ from hostos.command_line import AsJson, answer
 from hostos.descriptors import raise_limit
 from hostos.net.addresses import join_address, parse_address
 from hostos.net.networks import ANYWHERE
+from hostos.signals import endings
 from hostos.units import GIB
 from protos.relay_tickets import KEY_BYTES, key_file
 
@@ -138,7 +138,7 @@ async def _run(
     from coordinator.services.prometheus import Page, RelayExporter
 
     ending, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in endings():
         loop.add_signal_handler(number, ending.set)
     allowed = raise_limit(limits.connections + limits.strangers + OWN_DESCRIPTORS)
     served = Relay(key, limits.within(allowed - OWN_DESCRIPTORS))

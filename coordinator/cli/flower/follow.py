@@ -15,6 +15,7 @@ from coordinator.client.endpoint import default_state_dir
 from coordinator.flower.launcher import AppCommand, Wish
 from coordinator.flower.packages import installed
 from coordinator.flower.progress import Shown
+from hostos.allotted import threads_each
 from hostos.command_line import err, print_json
 from protos.app_bundle import IGNORED, Bundle, ignore_results
 
@@ -54,7 +55,7 @@ def local_nodes(wish: Wish, workers: int) -> Iterator[tuple[Endpoint, Wish, Call
     """A coordinator and workers of this machine for one run, which are its nodes in turn; the address, the
     wish to run there, and what waits until they have joined."""
     workers = min(workers, wish.nodes)
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = threads_each(workers)
     options = ["--allow-apps", "--apps-only", "--accept-app", wish.bundle.hash, "--threads", str(threads)]
     options += ["--app-nodes", str(-(-wish.nodes // workers)), "--sandbox", "off"]
     options += [word for name in sorted(os.environ) for word in ("--app-env", name) if _ENV.fullmatch(name)]

@@ -485,7 +485,7 @@ def test_a_stage_without_a_process_is_refused(start: Start, monkeypatch: pytest.
     world.load()
     broke = world.event()
     assert (type(broke), broke.gone) == (events.StageFailed, False)
-    assert broke.reason == "cannot start a compute process: Too many open files"
+    assert broke.reason.startswith("cannot start a compute process: Too many open files; raise the limit")
     world.load("k")
     assert isinstance(world.event(), events.StepApplied)
 

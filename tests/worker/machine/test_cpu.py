@@ -1,61 +1,14 @@
-"""Cores that a process may use, as cgroups of either version tell it."""
+"""How long the cores of a process are at work, with what."""
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import pytest
 
+from hostos.allotted import Usable
 from worker.machine import cpu
-from worker.machine.cpu import CpuMeter, Usable, beside_computing, usable
-
-ALL = Usable(float(len(os.sched_getaffinity(0))))
-
-
-def group(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text + "\n")
-
-
-def found(tmp_path: Path, own: str) -> Usable:
-    (tmp_path / "own").write_text(own)
-    return usable(tmp_path / "own", tmp_path / "groups")
-
-
-def test_without_limits_it_is_the_affinity(tmp_path: Path) -> None:
-    assert usable(tmp_path / "none", tmp_path / "nowhere") == ALL
-    group(tmp_path / "groups" / "a", cpu__max="max 100000")
-    assert found(tmp_path, "0::/a\n") == ALL
-
-
-def test_version_2_and_the_tightest_group_above(tmp_path: Path) -> None:
-    group(tmp_path / "groups" / "a", cpu__max="25000 100000")
-    group(tmp_path / "groups" / "a" / "b", cpu__max="50000 100000")
-    assert found(tmp_path, "0::/a/b\n") == Usable(0.25, 0.1)
-    group(tmp_path / "groups" / "a" / "b", cpu__max="100 10000")
-    assert found(tmp_path, "0::/a/b\n") == Usable(0.01, 0.01)
-
-
-def test_version_1_in_a_group_of_its_own_and_in_a_container(tmp_path: Path) -> None:
-    cpu = tmp_path / "groups" / "cpu"
-    group(cpu, cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    group(cpu / "host", cpu__cfs_quota_us="1000", cpu__cfs_period_us="8000")
-    assert found(tmp_path, "7:memory:/x\n3:cpu,cpuacct:/host\n") == Usable(0.125, 0.008)
-    group(cpu, cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
-    assert found(tmp_path, "3:cpu,cpuacct:/docker/elsewhere\n") == Usable(0.5, 0.1)
-
-
-@pytest.mark.parametrize("text", ["", "0 0", "x y", "100000", "-5 100000", "0 100000"])
-def test_what_makes_no_sense_limits_nothing(tmp_path: Path, text: str) -> None:
-    group(tmp_path / "groups" / "a", cpu__max=text)
-    assert found(tmp_path, "0::/a\n") == ALL
-
-
-def test_a_line_without_colons_is_passed_over(tmp_path: Path) -> None:
-    assert found(tmp_path, "nonsense\n") == ALL
+from worker.machine.cpu import CpuMeter, beside_computing
 
 
 def test_what_a_process_takes_at_rest_is_no_steps_work() -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from atoll.errors import AtollError, StorageError
-from hostos.files.refusals import disk
+from atoll.errors import AtollError
+from hostos.files.refusals import disk, refusal
 from protos import atoll_compute_pb2 as pb
 from protos.child_pipe import Gone, Pipe, framed
 from worker.hosting import TUNED
@@ -72,7 +72,7 @@ class Child:
         except OSError as error:  # descriptors, processes or memory are short; later they may not be
             with contextlib.suppress(OSError):
                 scratch.rmdir()  # which takes no descriptor
-            raise StorageError(f"cannot start a compute process: {error.strerror}") from error
+            raise refusal(error, "start a compute process") from error
         for name, run in (("read", self._read), ("write", self._write)):
             threading.Thread(target=run, name=f"atoll-compute-{name}", daemon=True).start()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
 import socket
 import tempfile
@@ -40,12 +41,18 @@ class Tunnel(Protocol):
         """Return a stream to the peer, which does not block. Raises ConnectionFailed."""
 
 
+MAX_FOLDER_BYTES = (
+    80  # an address of a Unix socket has 107 on Linux, 103 on macOS; names in the folder take 20
+)
+SHORT_PLACES = ("/tmp", "/dev/shm")  # noqa: S108 - a folder of this user alone is made in them
+
+
 class LocalEnds:
     """Unix sockets between gRPC and the streams of tunnels, in a folder of this user alone."""
 
     def __init__(self) -> None:
-        """StorageError's cause, OSError, where there is no place for the folder."""
-        self._folder = Path(tempfile.mkdtemp(prefix="atoll-ends-"))
+        """Raise OSError where there is no place for the folder."""
+        self._folder = _folder()
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = self._folder / "accept"
@@ -119,3 +126,19 @@ class LocalEnds:
 
 def _close(one: socket.socket, _: object) -> None:
     one.close()
+
+
+def _folder() -> Path:
+    """A new folder where temporary files are, or where paths are short: TMPDIR of a batch job is often longer
+    than a socket's address may be, and a container may have no other place to write to than memory."""
+    refused = OSError("no folder for sockets")
+    for place in (None, *SHORT_PLACES):
+        try:
+            made = Path(tempfile.mkdtemp(prefix="atoll-ends-", dir=place))
+        except OSError as error:
+            refused = error
+            continue
+        if len(os.fsencode(made)) <= MAX_FOLDER_BYTES:
+            return made
+        made.rmdir()
+    raise refused

@@ -187,7 +187,7 @@ def test_a_machine_short_of_descriptors_starts_no_process_and_loses_none(
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if not first.child.alive:
-            assert reason == "cannot start a compute process: Too many open files"
+            assert reason.startswith("cannot start a compute process: Too many open files; raise the limit")
             eventually(lambda: _open_descriptors() == before)
             assert list((tmp_path / "compute").iterdir()) == []
     assert refused > 4  # two arenas, each mapped, and a pipe

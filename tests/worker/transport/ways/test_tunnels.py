@@ -8,6 +8,7 @@ import queue
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -123,6 +124,18 @@ def test_two_that_accept_nobody_exchange_tensors_through_a_tunnel(host: Make) ->
     assert joined_by(b.network) == {"w-a": Way.RELAYED}
     assert a.ways.get(timeout=HUNG_S) == ("w-b", Way.RELAYED, "fake")
     exchange(a, b, range(4))
+
+
+@pytest.mark.parametrize("place", ["x" * 100, "missing/folder"])
+def test_a_tunnel_needs_no_short_and_no_temporary_folder(
+    host: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    if "/" not in place:  # as batch systems set TMPDIR: longer than a socket's address may be
+        (tmp_path / place).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / place))
+    a, b = met(host, Switchboard())
+    exchange(a, b, range(3))
+    assert list(tmp_path.rglob("atoll-ends-*")) == []
 
 
 def test_a_way_that_works_before_the_tunnels_time_leaves_the_tunnel_unused(host: Make) -> None:
