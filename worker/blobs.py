@@ -23,8 +23,7 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, StorageError, UsageError
 from compressors.deltas import HEAD_BYTES, decode, head_of
-from hostos.files.private_files import private_folder
-from hostos.files.refusals import disk
+from hostos.files.refusals import ROOM, disk
 from hostos.retries import retrying, stop_after_pauses
 from protos.blob_transfer import BlobPort, Change, Chunk, LocalBlob, Patch, fetch, upload
 from worker.cancel import Cancel
@@ -61,7 +60,9 @@ class BlobCache:
         self.changed = threading.Condition()
         self.busy: set[str] = set()  # being fetched: two that write one file would spoil it
         self._verified_s: dict[str, float] = {}
-        private_folder(directory)
+        with disk(f"create {directory}", "choose another --state-dir"):
+            # One that is there may be a disk of its own, and stays as it is.
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
         return self._directory / name
@@ -130,7 +131,7 @@ class BlobCache:
         """Append a chunk; a blob's last chunk verifies it. BadFrame when the hash differs."""
         path = self.path(chunk.hash)
         part = path.with_suffix(".part")
-        with disk(f"write {path}", "free space or choose another --state-dir"):
+        with disk(f"write {path}", ROOM):
             with part.open("ab") as file:
                 if file.tell() != chunk.offset:
                     raise BadFrame(f"blob {chunk.hash[:12]}: bytes at {chunk.offset}, expected {file.tell()}")

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from atoll.errors import StorageError
 
+ROOM = "free space or choose another --state-dir"
+"""Remedy for a disk without room for the state folder."""
 _FILES = "raise the limit of open files: `ulimit -n`, LimitNOFILE= of a service"
 _PROCESSES = "raise the limit of processes: `ulimit -u`, TasksMax= of a service, --pids-limit of a container"
 _OF_LIMITS = {  # where another folder would change nothing

@@ -313,3 +313,13 @@ def test_a_disk_that_deletes_nothing_stops_nobody_who_needs_a_blob_no_longer(tmp
     cache.keep([stuck, other])
     cache.release([stuck, other], 0)
     assert [path.name for path in tmp_path.iterdir()] == [stuck]
+
+
+def test_a_folder_of_blobs_that_is_there_stays_as_its_owner_made_it(tmp_path: Path) -> None:
+    """It may be a disk of its own, where this user can change no mode; the state folder above is closed."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs").chmod(0o755)
+    BlobCache(tmp_path / "blobs", 1 << 20)
+    assert (tmp_path / "blobs").stat().st_mode & 0o777 == 0o755
+    BlobCache(tmp_path / "new", 1 << 20)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

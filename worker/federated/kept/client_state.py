@@ -31,7 +31,7 @@ from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
 from hostos.files.locked_json import sound_object
 from hostos.files.private_files import write_private
-from hostos.files.refusals import disk
+from hostos.files.refusals import ROOM, disk
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
 from worker.federated.kept.folders import MAX_BYTES, forget_old, job_folder, size_of
@@ -62,7 +62,7 @@ class ClientStore:
     def __init__(self, state_dir: Path, job: str, max_bytes: int = MAX_BYTES) -> None:
         self.folder = job_folder(state_dir, job)
         self.max_bytes = max_bytes
-        with disk(f"write {self.folder}", "free space or choose another --state-dir"):
+        with disk(f"write {self.folder}", ROOM):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.utime(self.folder)
             self.make_room(0)
@@ -179,7 +179,7 @@ class Draft:
         self._done = True
 
     def _make_place(self) -> None:
-        with disk(f"write {self._place}", "free space or choose another --state-dir"):
+        with disk(f"write {self._place}", ROOM):
             self._place.mkdir(mode=0o700, exist_ok=True)
 
     def __enter__(self) -> Draft:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from atoll.errors import StorageError
 from hostos.files.private_files import private_folder, write_private
-from hostos.files.refusals import disk
+from hostos.files.refusals import ROOM, disk
 
 FOLDER = "federated"
 SECRET_FILE = "secret"  # noqa: S105 - a file's name
@@ -28,7 +28,7 @@ def make_job_folder(state_dir: Path, job: str, max_bytes: int = MAX_BYTES) -> Pa
     """Make a job's folder, and room for it: what older jobs left goes beyond ``MAX_JOBS`` and ``max_bytes``.
     Raises StorageError."""
     folder = job_folder(state_dir, job)
-    with disk(f"write {folder}", "free space or choose another --state-dir"):
+    with disk(f"write {folder}", ROOM):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.utime(folder)
         forget_old(folder, size_of(folder), max_bytes)

@@ -26,7 +26,7 @@ from atoll.errors import BadFrame, StorageError
 from atoll.federated import residual_counts
 from compressors.container import dense_metas, read_dense, write_dense
 from hostos.files.private_files import write_private
-from hostos.files.refusals import disk
+from hostos.files.refusals import ROOM, disk
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
 from worker.federated.kept.folders import MAX_BYTES
@@ -70,7 +70,7 @@ class PopulationStates:
         self.folder, self.max_bytes, self.cached_bytes = folder, max_bytes, cached_bytes
         self._cache: OrderedDict[str, dict[str, Array]] = OrderedDict()  # by file
         self._cached = 0  # bytes
-        with disk(f"write {folder}", "free space or choose another --state-dir"):
+        with disk(f"write {folder}", ROOM):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _, self._counts = self._listed(COUNTS)
             self._pending_round, self._pending = self._listed(PENDING)
