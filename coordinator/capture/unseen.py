@@ -109,8 +109,9 @@ def mode_reads(module: nn.Module) -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether a module's mode (``training``) has been read since.
 
     A forward that does not ask is the same in both. True as well where a read would not be seen: a class
-    has a ``train``, ``training`` or ``__getattribute__`` of its own, or is TorchScript. Reads by way of
-    ``vars(module)`` are not seen; the check of values in evaluation mode refuses what comes of them.
+    has a ``train``, ``training``, ``__getattribute__`` or ``__setattr__`` of its own, or is TorchScript.
+    Reads by way of ``vars(module)`` are not seen; the check of values in evaluation mode refuses what comes
+    of them.
     """
     if hasattr(nn.Module, _MODE) or not all(map(_has_plain_mode, module.modules())):
         yield lambda: True
@@ -142,11 +143,12 @@ def mode_reads(module: nn.Module) -> Iterator[Callable[[], bool]]:
 
 def _has_plain_mode(part: nn.Module) -> bool:
     kind = type(part)
-    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    others = [one for one in kind.__mro__ if one is not nn.Module]
     return (
         kind.train is nn.Module.train
         and kind.__getattribute__ is nn.Module.__getattribute__
-        and not any(_MODE in vars(one) for one in own)
+        and kind.__setattr__ is nn.Module.__setattr__
+        and not any(_MODE in vars(one) for one in others)
         and "train" not in vars(part)
         and not isinstance(part, torch.jit.ScriptModule)
     )

@@ -83,6 +83,37 @@ class Peeking(nn.Module):
         return x * self.scale  # type: ignore[operator]
 
 
+class Following(nn.Module):
+    """What it multiplies by changes as its mode is set, and forward does not ask."""
+
+    factor: float
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "training":
+            super().__setattr__("factor", 1.0 if value else 3.0)
+        super().__setattr__(name, value)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Mode:
+    """A mode kept where nn.Module does not look."""
+
+    @property
+    def training(self) -> bool:
+        return bool(self.__dict__["own_mode"])
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["own_mode"] = mode
+
+
+class Behind(nn.Module, Mode):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0 if self.training else x
+
+
 def hooked() -> nn.Module:
     layer = nn.Linear(6, 6)
     layer.register_forward_hook(lambda part, _, out: out * 2.0 if part.training else out)
@@ -98,6 +129,8 @@ ASKING: dict[str, Callable[[], nn.Module]] = {
     "own train": Merging,
     "shadowed": Shadowing,
     "own lookup": Peeking,
+    "own setting": Following,
+    "of a base behind the module's": Behind,
     "hook": hooked,
 }
 PLAIN: dict[str, Callable[[], nn.Module]] = {
