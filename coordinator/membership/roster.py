@@ -80,7 +80,8 @@ class Worker:
     computing: Ratio = field(default_factory=Ratio)  # forwards, backwards, optimizer
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
     handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
-    clock_offset_s: float | None = None  # ours minus the worker's steady one
+    clock_offset_s: float | None = None  # ours minus the worker's steady one; ...
+    clock_of: int | None = None  # ... heard in this session
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
     beat: Heartbeat | None = None  # the newest
@@ -188,7 +189,6 @@ class Roster:
         if introduction.incarnation != before.incarnation:
             known.quarantined = ""
             self._readmissions.drop(worker)
-        known.clock_offset_s = None  # it may have been started anew, or slept
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
         self._list_data(worker, listed=False)
         known.introduction, known.session, known.guest = introduction, session, introduction.guest
@@ -523,8 +523,10 @@ class Roster:
             return
         known = self.workers[worker]
         offset_s = now_s - worker_time_s - self.ops.round_trip(worker).latency_s
-        if known.clock_offset_s is None or offset_s < known.clock_offset_s:
-            known.clock_offset_s = offset_s
+        # Since an earlier session it may have slept or been started anew.
+        before_s = known.clock_offset_s if known.clock_of == known.session else None
+        if before_s is None or offset_s < before_s:
+            known.clock_offset_s, known.clock_of = offset_s, known.session
 
 
 def refusal(introduction: Introduction) -> str | None:

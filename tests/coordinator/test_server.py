@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -24,6 +26,7 @@ from structlog.testing import capture_logs
 from atoll.errors import AccessDenied, StorageError, UsageError
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import OpDag, StateMeta, TensorMeta
+from benchmarks import fake_worker
 from benchmarks.commit import WIDTH, chain, submission, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.client.endpoint import find_endpoint
@@ -372,6 +375,25 @@ def test_spans_and_logs_of_workers_are_kept(stack: ExitStack, tmp_path: Path) ->
     said = [line.fields_json for line in lines if line.event == "worker.log"]
     assert len(said) == 1
     assert "\\u001b" not in said[0]
+
+
+def test_spans_before_the_first_heartbeat_are_drawn_when_they_came(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's steady clock began when its machine did, decades off ours."""
+    monkeypatch.setattr(fake_worker, "BEAT_S", HUNG_S)
+    running = start(stack, tmp_path, liveness=Liveness(0.5, 1800.0, 3600.0))
+    hold = Hold(stack, 1)
+    (worker, _), owner = fleet(stack, running, 2, ready=hold), Owner(running)
+    job = owner.submit(steps=2)
+    owner.watch(job, lambda u: u.step == hold.at)
+    spans = [pb.Span(kind="F", start_s=1.0, end_s=end_s) for end_s in (2.0, 5.0, math.inf)]
+    before_s = time.time()
+    worker.say(spans=pb.Spans(job=job, plan_version=1, stage=0, spans=spans))
+    request = pb.TraceRequest(job=job)
+    eventually(lambda: bool(list(owner.stub.Trace(request, metadata=owner.metadata))))
+    (chunk,) = owner.stub.Trace(request, metadata=owner.metadata)
+    assert before_s <= chunk.clock_offset_s + 5.0 <= time.time()
 
 
 def test_the_doctor_measures_and_reaches_back_with_a_token_only(stack: ExitStack, tmp_path: Path) -> None:

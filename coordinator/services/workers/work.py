@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -396,5 +397,7 @@ class WorkService(rpc.WorkServicer):
         if shell.scheduler.spec_of(spans.job, worker) is None:
             return
         known = shell.scheduler.roster.workers.get(worker)
-        offset_s = known.clock_offset_s if known is not None and known.clock_offset_s is not None else 0.0
+        offset_s = known.clock_offset_s if known is not None else None
+        if offset_s is None:  # before its first heartbeat: its clock began anywhere, and they have just ended
+            offset_s = shell.clock() - max((s.end_s for s in spans.spans if isfinite(s.end_s)), default=0.0)
         shell.runs.of(spans.job).traced(pb.TraceChunk(worker=worker, clock_offset_s=offset_s, spans=spans))

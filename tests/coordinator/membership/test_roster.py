@@ -46,6 +46,8 @@ def test_a_session_begins_with_no_clock_as_a_computer_that_was_started_anew_coun
         roster.heard("w", worker_time_s, now_s)
     assert roster.workers["w"].clock_offset_s == pytest.approx(-4990.0, abs=0.5)  # of the least delayed one
     roster.open("w", 2, introduction(), 100.0)
+    before_s = roster.workers["w"].clock_offset_s
+    assert before_s == pytest.approx(-4990.0, abs=0.5), "spans may come before the first heartbeat"
     roster.heard("w", 3.0, 101.0)
     assert roster.workers["w"].clock_offset_s == pytest.approx(98.0, abs=0.5)
 
