@@ -22,6 +22,7 @@ DATA_LOADER = "torch.utils.data.dataloader.DataLoader"
 _DATA_FRAMES = ("pandas.DataFrame", "pandas.core.frame.DataFrame", "pyarrow.lib.Table")
 _COMPUTED_BY = ("toPandas", "collect", "compute")  # of pyspark, polars and dask
 _STREAM = "torch.utils.data.dataset.IterableDataset"
+_BY_NUMBER = "torch.utils.data.dataset.Dataset"  # whatever else its class offers
 _WRAPPED = (  # modules around the module that is meant, and where they keep it
     ("torch._dynamo.eval_frame.OptimizedModule", "the module without torch.compile", "._orig_mod"),
     ("torch.nn.parallel.data_parallel.DataParallel", "the module inside", ".module"),
@@ -216,7 +217,7 @@ def is_data_frame(data: Any) -> bool:
     """Return whether ``data`` is a table of pandas, pyarrow, or a library with frames such as polars."""
     # Asked of the class: a lazy frame computes its columns when it is asked itself.
     alike = not isinstance(data, type) and all(hasattr(type(data), name) for name in ("columns", "dtypes"))
-    return alike or any(is_a(data, name) for name in _DATA_FRAMES)
+    return (alike and not is_a(data, _BY_NUMBER)) or any(is_a(data, name) for name in _DATA_FRAMES)
 
 
 def computed(frame: Any) -> str:

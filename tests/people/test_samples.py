@@ -66,6 +66,19 @@ def test_a_format_of_its_owners_functions_is_read_sample_by_sample() -> None:
     assert Rows.of(made).arrays["total"].tolist() == [6, 15, 24]
 
 
+def test_a_data_set_of_torch_has_samples_whatever_else_its_class_offers() -> None:
+    class Table(torch.utils.data.Dataset[dict[str, int]]):
+        columns, dtypes = ("x", "y"), ("int64", "int64")
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, at: int) -> dict[str, int]:
+            return {"x": at, "y": 2 * at}
+
+    assert Rows.of(Table()).arrays["y"].tolist() == [0, 2, 4]
+
+
 @pytest.mark.parametrize("columns", [("x", "y"), ()])
 def test_samples_that_are_dicts_need_no_names(columns: tuple[str, ...]) -> None:
     found = Rows.of(Mine(), *columns)
