@@ -15,14 +15,13 @@ from atoll.errors import AtollError
 from coordinator.planning import TUNED
 from coordinator.planning.inside.cards import alike_devices, card_fleet, joined_fleet, near_cards
 from coordinator.planning.planner import remembering
-from coordinator.planning.ways import compare_ways
+from coordinator.planning.ways import Way, WayKind, compare_ways
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from coordinator.planning.costs.fleet import Fleet
     from coordinator.planning.planner import PlanRequest
-    from coordinator.planning.ways import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +31,14 @@ class Reading:
     sites: tuple[str, ...]  # that are read otherwise
     cards: tuple[int, ...]  # of each
     joined: bool  # each as one worker; otherwise a worker per card
-    way: Way
+    way: Way  # with ``why_not`` where it is not planned
     given: Way | None  # None: there is no room in the fleet as it is
 
     @property
     def gain(self) -> float:
-        """Return how many times as fast as the fleet as it is."""
+        """Return how many times as fast as the fleet as it is; 0 where it is not planned."""
+        if self.way.why_not:
+            return 0.0
         return inf if self.given is None else self.way.micros_per_s / self.given.micros_per_s
 
     @property
@@ -47,8 +48,8 @@ class Reading:
 
 
 def other_readings(request: PlanRequest, ways: Sequence[Way]) -> tuple[Reading, ...]:
-    """Return readings of the fleet other than the given one that have a plan, the fastest first; none of a
-    fleet without sites and without cards that may be one.
+    """Return readings of the fleet other than the given one that have a plan, the fastest first, and last
+    those of too many workers to be planned; none of a fleet without sites and without cards that may be one.
 
     ``ways``: those of the fleet as it is, empty where it has no room for any. Where only ways that change the
     model have room, nothing is compared. Each reading costs as much as its ways do.
@@ -59,7 +60,10 @@ def other_readings(request: PlanRequest, ways: Sequence[Way]) -> tuple[Reading, 
     tell = request.twins.tell if request.twins is not None else lambda words: None
     found = []
     for sites, cards, joined, fleet in _readings(request.fleet):
-        if len(fleet.devices) > TUNED.read_workers:
+        if (count := len(fleet.devices)) > TUNED.read_workers:
+            many = f"{count} workers are more than {TUNED.read_workers}"
+            way = Way(WayKind.PIPELINE, "", why_not=f"{many}; describe them in a fleet file of their own")
+            found.append(Reading(sites, cards, joined, way, given))
             continue
         asked = remembering(replace(request, fleet=fleet, twins=None), tell)
         asked.divisions.update(request.divisions)

@@ -176,7 +176,7 @@ def _local_plan(
         try:
             ways = compare_ways(request, inexact="" if how == EXACT else how.partition(":")[0])
         except NotEnoughMemory as error:
-            if not (others := other_readings(request, ())):
+            if not (others := [other for other in other_readings(request, ()) if other.better]):
                 raise
             raise NotEnoughMemory(f"{error}; or {remedy(others[0])}: {reading_words(others[0])}") from error
         plain = how == EXACT and job.training.replicas == "1"

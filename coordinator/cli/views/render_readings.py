@@ -21,6 +21,10 @@ def readings_view(readings: Sequence[Reading]) -> RenderableType:
     """The best reading that is worth it with its remedy first, then each of the others in a line."""
     parts: list[RenderableType] = []
     for at, reading in enumerate(readings):
+        if reading.way.why_not:
+            why = f"{_workers(reading)}: not planned, as {reading.way.why_not}"
+            parts.append(Text(why, style=DIM))
+            continue
         given = reading.given
         took = f"{in_seconds(given.step_s)} ({given.text})" if given else "no room"
         beside = f"the workers of the fleet file: {took}"
@@ -54,14 +58,15 @@ def readings_values(readings: Sequence[Reading]) -> list[dict[str, object]]:
             "sites": list(reading.sites),
             "cards": list(reading.cards),
             "joined": reading.joined,
-            "step_s": reading.way.step_s,
+            "step_s": None if reading.way.why_not else reading.way.step_s,
             "way": reading.way.text,
             "options": reading.way.options,
             "given_step_s": reading.given.step_s if reading.given else None,
             "given_way": reading.given.text if reading.given else "",
             "gain": reading.gain,
             "better": reading.better,
-            "remedy": remedy(reading),
+            "remedy": "" if reading.way.why_not else remedy(reading),
+            "why_not": reading.way.why_not,
         }
         for reading in readings
     ]

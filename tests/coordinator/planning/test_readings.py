@@ -81,10 +81,14 @@ def test_a_fleet_of_single_machines_has_no_other_reading() -> None:
     assert readings(request(device("one"), device("two"))) == ()
 
 
-def test_more_workers_than_are_planned_in_a_bounded_time_are_not_planned() -> None:
+def test_more_workers_than_are_planned_in_a_bounded_time_are_not_planned_and_that_is_said() -> None:
     size = TUNED.read_workers + 1
     asked = request(device("box", Mesh(size, 1e-6, 1e12), share=0.5))
-    assert readings(asked) == ()
+    (found,) = readings(asked)
+    assert (found.sites, found.cards, found.better) == (("box",), (size,), False)
+    assert found.way.why_not.startswith(f"{size} workers are more than {TUNED.read_workers}; describe ")
+    (without,) = other_readings(asked, ())
+    assert not without.better, "a fleet without room is not told to start what was not planned"
 
 
 def test_a_reading_without_room_for_the_model_is_none() -> None:

@@ -13,6 +13,8 @@ CARDS = Way(WayKind.PIPELINE, "one pipeline of 8 stages", "--replicas 1", micros
 SLOW = Way(WayKind.REPLICAS, "2 replicas", "--replicas 2", micros_per_s=0.95, step_s=126.0)
 BETTER = Reading(("lab",), (8,), False, CARDS, ONE)
 WORSE = Reading(("lab", "attic"), (8, 2), False, SLOW, ONE)
+SKIPPED = Way(WayKind.PIPELINE, "", why_not="16 workers are more than 12; describe them in a fleet file")
+MANY = Reading(("attic",), (16,), False, SKIPPED, ONE)
 JOINED = Reading(("box",), (2,), True, CARDS, ONE)
 
 
@@ -48,6 +50,15 @@ def test_cards_are_joined_with_a_plus_and_many_are_all_of_them() -> None:
     assert "as one worker" in remedy(JOINED)
     assert "--devices all`" in remedy(WORSE)
     assert "--devices all+`" in remedy(Reading(("box",), (32,), True, CARDS, ONE))
+
+
+def test_what_is_not_planned_is_a_line_with_the_reason() -> None:
+    text = text_of(BETTER, MANY)
+    assert "attic as 16 workers, one per card: not planned, as 16 workers are more than 12; describe" in text
+    assert text.count("start ") == 1
+    (values,) = readings_values([MANY])
+    assert (values["step_s"], values["gain"], values["better"], values["remedy"]) == (None, 0.0, False, "")
+    assert values["why_not"] == MANY.way.why_not
 
 
 def test_values_are_plain() -> None:
