@@ -30,7 +30,7 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError|HACK)\b")
 UNSAFE = re.compile(r"\b(pickle\.|marshal\.|shelve\.|eval\(|exec\(|weights_only=False)")
 # Paths of somebody's machine, hosts of registries, and words for how a text came to be.
 FOREIGN = re.compile(
-    r"(/root/|/home/\w+/|/work/|/venv|pypi\.org|files\.pythonhosted|registry\.npmjs|deb\.debian\.org"
+    r"(/(?:root|home/\w+|work)/|/venv|pypi\.org|files\.pythonhosted|registry\.npmjs|deb\.debian\.org"
     r"|\bas an AI\b|\blanguage model assistant\b|\bsub-?agents?\b|\bchatbot\b)",
     re.IGNORECASE,
 )

@@ -103,6 +103,15 @@ def test_a_lost_peer_is_the_computations_business_and_a_release_ends_it() -> Non
     assert refused.phase is Phase.STANDING_BY
 
 
+def test_who_stands_by_and_is_invited_to_a_federated_job_stands_by_no_more() -> None:
+    beside, _ = after(standing(), commit(10), ev.StepApplied("job", 3, 10))
+    assert (beside.standby, beside.repeated) == (True, 11)
+    state, done = after(beside, ev.Participate("f", 1, pb.Participate()))
+    assert (state.phase, state.job, state.step) == (Phase.JOINING, "f", 0)
+    assert not state.standby, "or its heartbeats would give the steps that it repeated as its round"
+    assert [type(instruction) for instruction in done] == [ev.Release, ev.Participate]
+
+
 def test_the_wire_says_who_stands_by() -> None:
     eras = [pb.PlanEra(plan_version=1, first_step=0), pb.PlanEra(plan_version=4, first_step=11)]
     replay = pb.Replay(first_step=10, eras=eras, standby=True)
