@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from atoll.block_sums import fold
-from atoll.deferred import Debt, deferring
+from atoll.deferred import Debt, by_rows, deferring, has_rows
 from atoll.effects import effects
 from atoll.errors import UsageError
 from atoll.job import EXACTLY, Keeping, Precision, Recompute
@@ -272,8 +272,7 @@ class Executor:
         self.standing = self._untrained(trained, frozen)
         if self._selective or self.standing:
             steps = self._noted(steps)
-        if self._defer:
-            steps = self._apart(steps, nodes)
+        steps = self._apart(steps, nodes)
         if self._packs:
             steps = [self._with_context(step, nodes[step.position], tensors) for step in steps]
         self._constants = segments(constants, nodes, self._autocast)
@@ -508,18 +507,19 @@ class Executor:
         return [noted(step) for step in steps]
 
     def _apart(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
-        """The steps, those whose weights can wait leaving them in the backward."""
+        """The steps, whose weights wait where they can and tables have their gradients by rows."""
         leaves: dict[int, list[Tensor]] = {}
         for sites in self.uses.values():
             for op, leaf in sites:
                 leaves.setdefault(op, []).append(leaf)
 
         def compiled(step: Step) -> Step:
-            node = nodes[step.position]
-            if step.position not in leaves or not weights_may_wait(node):
-                return step
-            self.late.add(step.position)
-            return replace(step, call=deferring(node, step.call, tuple(leaves[step.position]), self._debt))
+            node, own = nodes[step.position], tuple(leaves.get(step.position, ()))
+            if own and self._defer and weights_may_wait(node):
+                self.late.add(step.position)
+                return replace(step, call=deferring(node, step.call, own, self._debt))
+            reads = self.mesh is None and has_rows(node, own)
+            return replace(step, call=by_rows(step.call, self._debt, later=False)) if reads else step
 
         return [compiled(step) for step in steps]
 

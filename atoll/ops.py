@@ -271,6 +271,17 @@ def is_layer(node: OpNode) -> bool:
     return node.target in LAYERS and not node.kwargs
 
 
+def reads_rows(node: OpNode) -> bool:
+    """Return whether the op reads rows of a leaf, a table, whose gradient is dense."""
+    table, sparse = node.args[:1], node.args[4:5]
+    return (
+        node.target == "aten.embedding.default"
+        and not node.kwargs
+        and isinstance(table[0], LeafRef)
+        and sparse in ((), (False,))
+    )
+
+
 def cheap_again(node: OpNode) -> int:
     """Return how many leading arguments must need a gradient for the op's result to be recomputed in the
     backward rather than stored, at the cost of one pass over what its own backward stores; 0: never."""

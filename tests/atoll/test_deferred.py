@@ -10,15 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atoll import deferred
-from atoll.deferred import Debt, deferring
+from atoll.deferred import Debt, by_rows, deferring, has_rows
 from atoll.kernels import resolve
-from atoll.opdag import Kind, OpNode, TensorMeta
+from atoll.opdag import Kind, LeafRef, OpNode, OpRef, Source, TensorMeta
 from atoll.ops import LAYERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 MICROS = 2
 
@@ -148,3 +149,118 @@ def test_under_autocast_a_layer_keeps_its_own_graph() -> None:
         out = layer(torch.ones(4, 3, requires_grad=True) * 1.0, weight)
     out.sum().backward()
     assert [type(owed) for owed in debt.owed] == [deferred._OwnGraph]
+
+
+EMBEDDING = "aten.embedding.default"
+TABLE = LeafRef(Source.PARAMETER, "table")
+
+
+def reading(*args: object) -> OpNode:
+    return OpNode("rows", Kind.PARAMETRIC, EMBEDDING, args, (), (TensorMeta((1,), "float32"),))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What some micro-batches read of a table."""
+
+    height: int
+    width: int
+    indices: tuple[tuple[int, ...], ...]  # by micro-batch
+    options: tuple[object, ...]
+    dtype: torch.dtype
+    index_dtype: torch.dtype
+
+    def gradient(self, how: str) -> Tensor | None:
+        """The table's, after all of them; ``how``: torch, at once, later."""
+        made = torch.Generator().manual_seed(7)
+        table = torch.randn(self.height, self.width, generator=made).to(self.dtype).requires_grad_()
+        debt = Debt(torch.zeros((), requires_grad=True), selective=False)
+        call: Callable[..., Tensor] = resolve(EMBEDDING)
+        if how != "torch":
+            call = by_rows(call, debt, later=how == "later")
+        for micro, chosen in enumerate(self.indices):
+            debt.micro = micro
+            out = call(table, torch.tensor(chosen, dtype=self.index_dtype), *self.options)
+            # Zeros of both signs, too.
+            given = torch.randn(out.shape, generator=made).mul_(2).round_().to(self.dtype)
+            out.backward(given)  # type: ignore[no-untyped-call]
+        if how == "later" and self.indices:
+            assert table.grad is None
+        while debt.owed:
+            debt.owed.popleft().take()
+        return table.grad
+
+
+@st.composite
+def reads(draw: st.DrawFn) -> Reads:
+    height = draw(st.integers(1, 12))
+    row = st.integers(0, height - 1)
+    options = draw(
+        st.sampled_from(((), (-1,), (-1, False, False), (draw(row),), (draw(row), True), (-1, True, False)))
+    )
+    return Reads(
+        height,
+        draw(st.sampled_from((1, 3, 16, 33))),
+        draw(st.lists(st.lists(row, max_size=20).map(tuple), max_size=3).map(tuple)),
+        options,
+        draw(st.sampled_from((torch.float32, torch.float64, torch.bfloat16))),
+        draw(st.sampled_from((torch.int64, torch.int32))),
+    )
+
+
+@given(reads())
+def test_a_table_s_gradient_by_rows_has_the_bits_of_torch_s_own(case: Reads) -> None:
+    expected = case.gradient("torch")
+    for found in (case.gradient("at once"), case.gradient("later")):
+        if expected is None:
+            assert found is None
+        else:
+            assert found is not None
+            assert torch.equal(expected, found)
+            assert torch.equal(expected.signbit(), found.signbit())
+            assert expected.stride() == found.stride()
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest result of an op has."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not str(func).startswith(("aten.index_add_", "aten.detach")):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_later_micro_batch_makes_nothing_of_a_table_s_size(known: bool) -> None:
+    table = torch.zeros(1000, 8, requires_grad=True)
+    debt = Debt(torch.zeros((), requires_grad=True), selective=False)
+    call: Callable[..., Tensor] = resolve(EMBEDDING)
+    call = by_rows(call, debt, later=False) if known else call
+    call(table, torch.tensor([1, 5, 1])).sum().backward()
+    with Largest() as seen:
+        call(table, torch.tensor([2, 5, 2])).sum().backward()
+    assert (seen.elements < 100) == known
+
+
+@pytest.mark.parametrize(
+    ("node", "leaves", "fits"),
+    [
+        (reading(TABLE, OpRef(1)), 1, True),
+        (reading(TABLE, OpRef(1), 3, True, False), 1, True),
+        (reading(TABLE, OpRef(1), -1, False, True), 1, False),
+        (reading(OpRef(0), OpRef(1)), 0, False),
+        (node("aten.linear.default"), 1, False),
+    ],
+    ids=["plain", "options", "sparse", "computed", "layer"],
+)
+def test_rows_are_read_of_a_leaf_alone(node: OpNode, leaves: int, fits: bool) -> None:
+    assert has_rows(node, (torch.ones(2, 2),) * leaves) == fits

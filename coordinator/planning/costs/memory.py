@@ -6,6 +6,7 @@ flow = q * activations(a, b) + 2 * boundary(a, b) + largest op(a, b) + messages(
 with q micro-batches in flight. A micro-batch whose weight gradients are still to come keeps what these need
 instead of all activations, which may be more. The largest op is the one whose backward makes the most at one
 time: of an embedding or a head the gradient of the whole table, for each micro-batch, before it is added.
+(An embedding on a CPU makes that of the rows it read; a plan may move to a GPU.)
 Messages are the sums of parameters that are trained inside and outside. An update makes temporaries when the
 flow is gone. state counts weights, gradients and optimizer state once a parameter, sums of earlier blocks of
 micro-batches where there are several, what is exchanged where there are replicas, plus buffers and constants.
