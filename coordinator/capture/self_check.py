@@ -28,7 +28,7 @@ from coordinator.capture.capture import Captured
 from coordinator.capture.outcome import Outcome, outcome, resized
 from coordinator.capture.python_state import Change, Left, PythonState, ReadLeft
 from coordinator.capture.torch_export import as_trained, device_of
-from coordinator.capture.unseen import watching
+from coordinator.capture.unseen import Carried, watching
 
 Pass = Callable[[Executor, Mapping[str, Tensor], int], None]
 
@@ -220,6 +220,13 @@ class _Check:
         self.worst = 0.0
         self.first = True  # of the batches
         self.weight, self.total = 0.0, 0.0  # of the first batch, where the loss is a sum
+        trained = [p for n, p in plain.named_parameters() if p.requires_grad and n not in captured.frozen]
+        written = {name for name, buffer in captured.train.buffers.items() if buffer.mutated}
+        buffers = dict(plain.named_buffers())
+        self.carried = Carried(
+            [*trained, *(buffer for name, buffer in buffers.items() if name in written)],
+            [*plain.parameters(), *buffers.values()],
+        )
 
     def executor(self, dag: OpDag) -> Executor:
         (program,) = stage_programs(dag, [0])
@@ -250,6 +257,12 @@ class _Check:
             raise SelfCheckError(_changed([change for change in changes if change not in made]))
         if made:
             self.without_what_was_left(made, seed)
+        if self.carried.line:
+            raise SelfCheckError(
+                "forward reads a tensor that an earlier call computed from what training changes (at "
+                f"{self.carried.line}), and the graph would compute it anew at every step; compute it in "
+                "__init__() or job(), and keep it as a registered buffer"
+            )
 
     def without_what_was_left(self, made: Sequence[Change], seed: int) -> None:
         """Run forward without the tensors that each call makes anew. SelfCheckError where it reads one."""
@@ -331,7 +344,8 @@ class _Check:
         return self.compare(what, expected.detach(), found, 0.0)
 
     def plain(self, batch: Mapping[str, Tensor], metrics: Iterable[str] = ()) -> Outcome:
-        with self.autocast(), watching():
+        self.carried.next_call()
+        with self.autocast(), watching(), self.carried:
             return outcome(self.module, _copied(batch), metrics, items=self.captured.items)
 
     def weights(
@@ -372,7 +386,9 @@ class _Check:
             difference
             for name, buffer in self.module.named_buffers()
             for difference in self.compare(
-                f"buffer {name!r} {when} differs", buffer, self.state.get(known.get(name, name)), 0.0
+                f"buffer {name!r} {when} differs",
+                *_without_infinities(buffer, self.state.get(known.get(name, name))),
+                0.0,
             )
         ]
 
@@ -437,6 +453,14 @@ def _changed(changes: Sequence[Change]) -> str:
 def _copied(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The batch for one forward, which may write its inputs."""
     return {name: value.clone() for name, value in batch.items()}
+
+
+def _without_infinities(expected: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Two buffers without what both of them hold infinite at one place, as masks do."""
+    if found is None or expected.shape != found.shape or not expected.is_floating_point():
+        return expected, found
+    same = expected.isinf() & (expected == found)
+    return expected.masked_fill(same, 0.0), found.masked_fill(same, 0.0)
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

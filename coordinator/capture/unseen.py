@@ -4,7 +4,8 @@ While the module is traced, ``Following`` refuses calls that reach behind the gr
 gradient taken within forward, ``.data``), and ``mode_reads`` notes whether anything asks for the mode.
 ``refuse_functions`` looks for functions with a backward of their own in autograd's graph of the loss. While
 the module runs by itself, ``watching`` refuses what no state shows: clocks, the system's random numbers,
-files, a seed set by forward, hooks on autograd's nodes.
+files, a seed set by forward, hooks on autograd's nodes. ``Carried`` finds what a call computes from trained
+values and a later one reads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -82,6 +84,11 @@ _TORCH = str(Path(torch.__file__).parent)
 _WRAPPERS = tuple(str(Path(_TORCH) / part) for part in ("_dynamo", "_compile.py"))  # of torch's functions
 
 
+# Of their tensors only shape, type or device count; of the second kind, those behind the first argument.
+_OF_A_FORM = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
+              "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}  # fmt: skip
+_AS_ANOTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
+
 _MODE = "training"
 _OF_A_GRAPH = torch.fx.GraphModule.__init__.__code__
 _patching = threading.Lock()  # nn.Module is one for all threads
@@ -102,6 +109,68 @@ class Following(TorchFunctionMode):
         if words is not None:
             raise Unfollowed(words)
         return func(*args, **(kwargs or {}))
+
+
+class Carried(TorchFunctionMode):
+    """Finds a tensor that one call of a module computes from ``changing`` and a later call reads.
+
+    ``changing``: trained parameters and written buffers. The graph computes such a tensor at every call,
+    while the module keeps it as it was at the first. One on the memory of ``state`` changes with that.
+    """
+
+    def __init__(self, changing: Iterable[Tensor], state: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.line = ""  # at which one is read
+        self._follows = {id(tensor): weakref.ref(tensor) for tensor in changing}
+        self._state = {_memory(tensor) for tensor in state}
+        self._earlier: dict[int, weakref.ref[Tensor]] = {}
+        self._now: dict[int, weakref.ref[Tensor]] = {}
+
+    def next_call(self) -> None:
+        """What was computed so far is of an earlier call from now on."""
+        self._earlier, self._now = {**self._earlier, **self._now}, {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        read = _tensors(args[:1] if name in _AS_ANOTHER else (args, kwargs))
+        made = _tensors(args[:1]) if name == "__setitem__" else _tensors(result)
+        if not made or name in _OF_A_FORM:
+            return result
+        carried = [tensor for tensor in read if _is_in(self._earlier, tensor)]
+        if not self.line and any(_memory(tensor) not in self._state for tensor in carried):
+            self.line = _own_line()
+        if carried or any(_is_in(self._follows, tensor) or _is_in(self._now, tensor) for tensor in read):
+            self._now |= {id(tensor): weakref.ref(tensor) for tensor in made}
+        return result
+
+
+def _is_in(known: dict[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:
+    found = known.get(id(tensor))
+    return found is not None and found() is tensor
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _own_line() -> str:
+    frame = inspect.currentframe()
+    while frame is not None and (frame.f_code.co_filename == __file__ or not is_own_frame(frame)):
+        frame = frame.f_back
+    return (
+        f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "an unknown line"
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import enum
+import functools
 import itertools
 import os
 import re
@@ -297,7 +298,105 @@ class EveryFourthCall(Net):
         return super().hidden(x) * torch.where(self.calls % 4 == 0, 2.0, 1.0)
 
 
+class DistanceToTheFirst(Net):
+    """Weights as they were at the first call, as a penalty on leaving them has them (L2-SP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Tensor] = {}
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        if not self.first:
+            self.first = {name: weight.detach().clone() for name, weight in self.named_parameters()}
+        far = sum((weight - self.first[name]).square().sum() for name, weight in self.named_parameters())
+        return super().loss(out, y) + far
+
+
+class CachesAProperty(Net):
+    @functools.cached_property
+    def doubled(self) -> Tensor:
+        return self.a.weight.detach() * 2
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.doubled) + self.a(x)
+
+
+@functools.lru_cache
+def length(layer: nn.Linear) -> Tensor:
+    return layer.weight.detach().norm()
+
+
+class CachesAFunction(Net):
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.a(x) / length(self.a)
+
+
+class LearnsFromItsFirst(Net):
+    """A teacher with the weights of the first call, out of the module's sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher: list[nn.Linear] = []
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if not self.teacher:
+            self.teacher.append(nn.Linear(6, 8))
+            with torch.no_grad():
+                self.teacher[0].weight.copy_(self.a.weight)
+                self.teacher[0].bias[:] = self.a.bias
+        return super().hidden(x) - self.teacher[0](x).detach()
+
+
+class FirstStatistics(Net):
+    """A running statistic as it was at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.spread: Tensor | None = None
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if self.spread is None:
+            self.spread = self.norm.running_var.ne(0).to(x.dtype)  # type: ignore[union-attr]
+        return super().hidden(self.norm(x) * self.spread)
+
+
+class CachesFormsAndViews(Net):
+    """What is made at the first call of a weight's form, of its memory, or of what nothing trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = nn.Linear(6, 8).requires_grad_(False)
+        self.kept: list[Tensor] = []
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            ones = torch.ones(8, dtype=torch.float64).to(self.a.weight)
+            self.kept = [torch.ones_like(self.a.bias), ones, self.a.weight.detach(), self.fixed.weight * 2]
+        ones, more, weight, fixed = self.kept
+        return super().hidden(x) * ones * more + F.linear(x, weight + fixed)
+
+
+class HidesPlaces(Net):
+    """A buffer of infinities, as causal masks are often written."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((8, 8), -torch.inf).triu(1))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x) @ self.mask.softmax(1)
+
+
+_CARRIED = r"reads a tensor that an earlier call computed from what training changes \(at test_state\.py:\d"
 REFUSED = {
+    DistanceToTheFirst: _CARRIED,
+    CachesAProperty: _CARRIED,
+    CachesAFunction: _CARRIED,
+    LearnsFromItsFirst: _CARRIED,
+    FirstStatistics: _CARRIED,
     CountsInACounter: r"changes attribute 'seen'\['calls'\]",
     CountsInAListOfItsOwn: r"changes attribute 'seen'\[0\]",
     CountsInAnArray: "changes attribute 'seen'",
