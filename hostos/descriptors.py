@@ -59,7 +59,8 @@ def hold_standard() -> None:
     """Make standard input, output and error such that nothing is lost in them, or written elsewhere.
 
     Closed ones become the null device: a file of ours that took their number would hold what libraries print.
-    All of them wait; what the output's encoding lacks is shown as "?".
+    All of them wait; what the output's encoding lacks is shown as "?". What cannot be written to the error
+    stream is lost.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -74,6 +75,29 @@ def hold_standard() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 - for the process's life
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = _Unfailing(sys.stderr)
+
+
+class _Unfailing(io.TextIOWrapper):
+    """An error stream that loses what cannot be written: its terminal has closed, its disk is full."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        super().__init__(
+            stream.buffer, stream.encoding, stream.errors, line_buffering=True, write_through=True
+        )
+        self._stream = stream  # which would close the buffer with its last reference
+
+    def write(self, text: str) -> int:
+        """Write, or drop."""
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what can be."""
+        with contextlib.suppress(OSError):
+            super().flush()
 
 
 def enough(limit: int) -> None:

@@ -157,6 +157,8 @@ def ended_by_signals() -> Iterator[None]:
     """SIGTERM and, unless it is ignored, SIGHUP leave as Ctrl+C does: through what is to be cleaned up."""
 
     def leave(number: int, _: object) -> NoReturn:
+        for other in numbers:  # a terminal that closes sends two, and the second must not end the cleaning up
+            signal.signal(other, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     numbers = [number for number in endings() if number != signal.SIGINT]

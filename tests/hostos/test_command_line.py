@@ -266,3 +266,7 @@ def test_no_output_is_lost_in_a_pipe_that_was_set_not_to_wait_for_its_reader() -
         time.sleep(0.1)  # more than fits is there before it is read
         assert reader.read().count(b"\n") == 20_000
     assert started.wait() == 0
+
+
+def test_an_error_stream_that_cannot_be_written_changes_no_exit_code() -> None:
+    assert of_program(f"refused {errno.EIO}", "2> /dev/full") == (9, "", "")

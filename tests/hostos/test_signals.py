@@ -107,7 +107,18 @@ def test_a_closed_terminal_asks_to_leave_unless_the_process_was_started_to_outli
         with ended_by_signals():
             signal.raise_signal(signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        cleaned: list[bool] = []
+
+        def closed() -> None:
+            try:
+                signal.raise_signal(signal.SIGHUP)
+            finally:
+                signal.raise_signal(signal.SIGHUP)  # a terminal that closes sends two
+                cleaned.append(True)
+
         with pytest.raises(SystemExit), ended_by_signals():
-            signal.raise_signal(signal.SIGHUP)
+            closed()
+        assert cleaned == [True]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -16,6 +16,8 @@ from worker.hosting.contained.limits import OOM_SCORE, MemoryBound, descendants
 from worker.hosting.contained.output import Output
 from worker.hosting.contained.sandbox import Sandbox, View, probe
 
+KILLED = "not by this worker: the system or a control group ran short of memory, or somebody killed it"
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -143,6 +145,8 @@ class Launched:
         # Bubblewrap ends with 128 + the signal's number.
         number = -code if code < 0 else code - 128 if self.sandbox else 0
         name = next((s.name for s in signal.Signals if s == number), "")
+        if name == "SIGKILL":
+            cause = cause or KILLED
         return Ending(None if name else code, name, cause, memory_bytes, lines)
 
     def _over(self, cause: str, memory: bool) -> None:

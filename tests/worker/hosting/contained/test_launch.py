@@ -17,7 +17,8 @@ from hostos.app_guard import Guarded
 from tests.patience import HUNG_S
 from tests.worker.hosting.launching import WAYS, ended, launched, life, read_line, sandbox_for
 from worker.hosting.contained.environment import compute_environment
-from worker.hosting.contained.launch import Launched
+from worker.hosting.contained.launch import KILLED, Launched
+from worker.hosting.contained.limits import descendants
 from worker.hosting.contained.sandbox import View
 
 
@@ -84,6 +85,18 @@ for number in range(1, 32):
 os.write(int(sys.argv[1]), b"ready\\n")
 while True: pass
 """
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_somebody_else_kills_is_said_to_be_so(way: str) -> None:
+    with life() as (read, write):
+        command = [sys.executable, "-I", "-c", HANGING, str(write)]
+        made = Launched(command, [write], View(), compute_environment(), sandbox=sandbox_for(way))
+        os.close(write)
+        assert read_line(read) == b"ready\n"
+        os.kill(descendants(made.pid)[-1], signal.SIGKILL)
+        assert str(made.wait(HUNG_S)) == f"SIGKILL: {KILLED}"
+
 
 SPREADING = """
 import os, sys, time
