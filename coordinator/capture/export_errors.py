@@ -70,6 +70,30 @@ _REMEDIES = (
         "torch.export cannot follow ctc_loss, whose work depends on its lengths; take a loss of fixed shapes",
     ),
     (
+        re.compile(r"data-dependent.*\bone_hot\("),
+        "give F.one_hot the number of classes, num_classes=..., which it else reads from the labels",
+    ),
+    (
+        re.compile(r"data-dependent.*\blstsq\("),
+        "write lstsq(a, b) as torch.linalg.solve(a.mT @ a, a.mT @ b)",
+    ),
+    (
+        re.compile(r"data-dependent.*\b(cov|corrcoef)\("),
+        "write the covariance as c @ c.T / (n - 1), with c = x - x.mean(1, keepdim=True)",
+    ),
+    (
+        re.compile(r"classes\.quantized|fake_quantize_"),
+        "quantised layers are not trained; give the module as it was before, and quantise what is exported",
+    ),
+    (
+        re.compile(r"aten\.as_strided"),
+        "windows and steps of a tensor are x.unfold(...), slices and .view(...)",
+    ),
+    (
+        re.compile(r"_standard_gamma"),
+        "draw from torch.distributions.LogNormal in place of Gamma and what is made of it",
+    ),
+    (
         re.compile(r"argument 'size' failed to unpack.*FakeTensor|_pack_padded_sequence"),
         "torch.export cannot follow packed sequences, whose work depends on their lengths; run the layer "
         "over the padded batch and take each row's last output, out[torch.arange(len(out)), lengths - 1]",

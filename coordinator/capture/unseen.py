@@ -254,6 +254,11 @@ def refuse_functions(loss: Tensor) -> None:
             "a module has a backward hook (register_full_backward_hook), which does not travel to the "
             "workers; remove it, or compute its effect in forward"
         )
+    if "_Dirichlet" in names:
+        raise CaptureError(
+            "torch's Beta and Dirichlet draw by a backward written by hand, which is not in the graph; draw "
+            "from torch.distributions.Kumaraswamy, or from a softmax of Normals"
+        )
     raise CaptureError(
         f"the model uses the autograd.Function {', '.join(names)}: capture follows a forward, not a backward "
         "written by hand; write it in tensor ops (f(x) with the gradient of g(x) is "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 from torch.nn import functional as F
 
 from atoll.errors import AtollError
@@ -237,7 +237,96 @@ class RealSpectrum(ComplexWeight):
         return F.cross_entropy(self.head(torch.tanh(torch.fft.irfft(spectrum, n=8))), y)
 
 
+class Correlated(RealSpectrum):
+    """A product with a lazily conjugated tensor, parts of one, and layouts that are changed in place."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.a(x)) * torch.view_as_complex(self.w)
+        hidden = torch.fft.irfft(spectrum * spectrum.conj(), n=8) + spectrum.conj().imag.sum(1, keepdim=True)
+        turned = hidden.unsqueeze_(1).transpose_(0, 1).squeeze_(0).t_().swapaxes_(0, 1)
+        return F.cross_entropy(self.head(torch.tanh(turned)), y)
+
+
+def causal() -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(5)
+
+
+class Encoder(nn.Module):
+    """Torch's own encoder with a mask that it is given no hint about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.embedding, self.head = nn.Embedding(12, 8), nn.Linear(8, 4)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.register_buffer("mask", causal())
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found = self.body(self.embedding(x), mask=self.mask)
+        assert isinstance(found, Tensor)
+        return found
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.hidden(x).mean(1)), y)
+
+
+class Translator(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)  # type: ignore[assignment]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        found = self.body(self.embedding(x), self.embedding(x.flip(1)), tgt_mask=causal())
+        assert isinstance(found, Tensor)
+        return found
+
+
+class Densities(nn.Module):
+    """Distributions of torch, with the checks of their arguments that they have by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale = nn.Linear(6, 8), nn.Parameter(torch.eye(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mean, spread = self.a(x).chunk(2, 1)
+        posterior = distributions.Normal(mean, F.softplus(spread) + 0.1)
+        prior = distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+        classes = distributions.Categorical(logits=mean)
+        mixture = distributions.MixtureSameFamily(classes, posterior)
+        joint = distributions.MultivariateNormal(mean[:, :3], scale_tril=self.scale.tril())
+        likelihood = classes.log_prob(y) + mixture.log_prob(x[:, 0]) + joint.log_prob(x[:, :3])
+        return distributions.kl_divergence(posterior, prior).mean() - likelihood.mean()
+
+
+class Draws(Densities):
+    def __init__(self, kind: type[distributions.Distribution]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = F.softplus(self.a(x)).chunk(2, 1)
+        drawn: Tensor = self.kind(one, other).rsample()
+        return drawn.mean()
+
+
+class Counts(Classifier):
+    """Asks for as many classes as there are among the labels."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(self.body(x)), F.one_hot(y).float())
+
+
 CASES = [
+    case(Correlated, vectors),
+    case(Encoder, tokens),
+    case(Translator, tokens),
+    case(Densities, vectors),
+    case(lambda: Draws(distributions.Gamma), vectors, name="gamma", refused="_standard_gamma.*LogNormal"),
+    case(lambda: Draws(distributions.Beta), vectors, name="beta", refused="Beta.*Kumaraswamy"),
+    case(
+        lambda: Counts(nn.Linear(6, 8), 8), vectors, name="one_hot", refused=r"data-dep.*num_classes=\.\.\."
+    ),
     case(weight_norm, vectors),
     case(orthogonal, vectors),
     case(orthogonal_columns, vectors),
@@ -274,7 +363,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", sampled(14, CASES))
+@pytest.mark.parametrize("kind", sampled(21, CASES))
 def test_a_stock_layer_trains_as_in_a_plain_loop(kind: Case, one_thread: None) -> None:
     run(kind)
 
@@ -296,3 +385,10 @@ def test_another_default_type_of_torch_is_refused() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert "torch's default type is torch.float64" in words
+
+
+def test_distributions_check_their_arguments_again_after_a_capture() -> None:
+    """As their owner has set it: the check is left out of a graph alone."""
+    prepare(job_of(Densities(), vectors()))
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        distributions.Normal(0.0, -1.0)
