@@ -285,7 +285,7 @@ def test_a_frozen_a_saves_at_least_1_3_times_fewer_activations_where_all_linear_
 
     def saved(change: Callable[[nn.Module], nn.Module]) -> int:
         net = change(get_peft_model(BertForMaskedLM(config), wanted))
-        ops = capture(net, {"input_ids": tokens, "labels": tokens}).train.ops
+        ops = capture(net, {"input_ids": tokens, "labels": tokens}, tail=False).train.ops
         return sum(op.bytes_saved for op in ops)
 
     assert saved(lambda net: net) >= 1.3 * saved(freeze_a)

@@ -275,7 +275,7 @@ def test_a_captured_wrapper_gives_the_layout_its_rule_expects() -> None:
         ("moon", Moon(Net(), "head")),
         ("vhl", Vhl(Net(), "head", SPEC)),
     ):
-        found = capture(module, batch())
+        found = capture(module, batch(), tail=False)
         arrays = {n: t.numpy() for n, t in found.state.items()}
         trained = [n for n, meta in found.train.parameters.items() if meta.requires_grad]
         written = [n for n, meta in found.train.buffers.items() if meta.mutated]

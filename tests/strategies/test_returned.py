@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,13 @@ def metrics_of(forward: Forward) -> tuple[str, ...]:
 
 
 def captured(module: nn.Module, inputs: Mapping[str, Tensor], metrics: tuple[str, ...] = ()) -> Captured:
-    return capture(module, inputs, None, metrics)
+    return capture(module, inputs, None, metrics, tail=False)  # which no refusal is of
+
+
+@cache
+def plain() -> Captured:
+    """Graphs that nobody refuses; programs are forged from copies."""
+    return captured(Rows(lambda s, x, y: s.plain(x, y)), ROWS)
 
 
 def programs_of(found: Captured) -> list[StageProgram]:
@@ -353,7 +360,7 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_program_is_refused_with_the_reason(name: str) -> None:
-    found = captured(Rows(lambda s, x, y: s.plain(x, y)), ROWS)
+    found = plain()
     train, evaluation = programs_of(found)
     forgery = FORGED[name]
     model = local_model(found.train, found.evaluation, found.state, TrainingSpec(steps=1, n_micro=1))
@@ -372,7 +379,7 @@ def _meta(tensor: Tensor) -> Any:
 
 
 def test_an_op_declared_constant_may_not_keep_what_inputs_give() -> None:
-    found = captured(Rows(lambda s, x, y: s.plain(x, y)), ROWS)
+    found = plain()
     train, evaluation = programs_of(found)
     changed = forged(train, node("aten.zeros.default", (B, D)), node("aten.copy_.default", OpRef(-1), X))
     changed = replace(changed, constant_ops=frozenset({changed.ops[-2][0]}))
@@ -381,7 +388,7 @@ def test_an_op_declared_constant_may_not_keep_what_inputs_give() -> None:
 
 
 def test_a_graph_that_writes_into_views_without_end_is_refused_in_good_time() -> None:
-    found = captured(Rows(lambda s, x, y: s.plain(x, y)), ROWS)
+    found = plain()
     train, evaluation = programs_of(found)
     store = node("aten.zeros.default", (B, D))
     views = [node("aten.alias.default", OpRef(-1)) for _ in range(800)]
@@ -391,7 +398,7 @@ def test_a_graph_that_writes_into_views_without_end_is_refused_in_good_time() ->
 
 
 def test_samples_joined_with_themselves_over_and_over_take_no_memory() -> None:
-    found = captured(Rows(lambda s, x, y: s.plain(x, y)), ROWS)
+    found = plain()
     train, evaluation = programs_of(found)
     doubled = [
         node("aten.cat.default", (X, X) if not at else (OpRef(-1), OpRef(-1)), shape=(B << (at + 1), D))

@@ -102,7 +102,8 @@ def test_nothing_but_rank_numbers_a_token_crosses_the_cut(shape: str) -> None:
 @pytest.mark.parametrize("shape", sampled(1, SHAPES))
 def test_a_residual_that_is_kept_crosses_as_well(shape: str) -> None:
     module, batch, layer, width = made(shape)
-    dag = capture(split_finetune(module, layer, 2, residual=True).train(), batch(0)).train
+    thin = split_finetune(module, layer, 2, residual=True).train()
+    dag = capture(thin, batch(0), tail=False).train
     assert sorted(value.meta.shape[-1] for value in crossing(dag, narrow_cut(dag))) == [2, width]
 
 
@@ -202,7 +203,7 @@ def classifier(width: int, rank: int, layers: int = 1, rows: int = 8, length: in
     module = BertForSequenceClassification(config)
     if rank:
         split_finetune(module, f"bert.encoder.layer.{at % layers}", rank)
-    return SimpleNamespace(captured=capture(module, batch(0)), batch=batch)
+    return SimpleNamespace(captured=capture(module, batch(0), tail=False), batch=batch)
 
 
 def case_of(captured: Captured, batch: Callable[[int], dict[str, Tensor]]) -> Case:
@@ -282,7 +283,7 @@ def test_around_pinned_data_a_text_model_is_narrow_twice() -> None:
     module = GPT(layers=6)
     for layer in (0, 4):
         split_finetune(module, f"blocks.{layer}", 8)
-    dag = capture(module, {"tokens": torch.zeros(2, 64, dtype=torch.long)}).train
+    dag = capture(module, {"tokens": torch.zeros(2, 64, dtype=torch.long)}, tail=False).train
     first, second = (at + 1 for at, node in enumerate(dag.ops) if node.module_path.endswith("reduce"))
     assert all(op < first or op >= second for op in pinned_ops(dag))
     for cut, (source, reader) in ((first, (0, 1)), (second, (1, 2))):

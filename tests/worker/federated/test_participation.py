@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from atoll.job import TrainingSpec
 from atoll.messages.to_worker import Blob, EvaluateRound, Model, Participate, TrainRound
 from atoll.privacy import SamplePrivacy
 from compressors.model_file import Coding, read_update, write_delta, write_model
-from coordinator.capture.capture import capture
+from coordinator.capture.capture import Captured, capture
 from strategies.files import broadcast_arrays, lossy_names, parted, update_metas
 from strategies.privacy.private import strategy_of
 from tests.inprocess.federation import LocalFederation, local_model
@@ -46,6 +47,14 @@ KEY = bytes(range(32))
 TRAINING = TrainingSpec(steps=10, n_micro=1, seed=5, optimizer=SGD)
 
 
+@cache
+def _captured(grouped: bool) -> Captured:
+    net = Small(width=16)
+    if grouped:
+        net.norm = nn.GroupNorm(4, 16)  # type: ignore[assignment]
+    return capture(net, {n: torch.from_numpy(a) for n, a in arrays(BATCH, 0).items()}, TRAINING)
+
+
 class Server:
     """The coordinator's half of a federation of one or more clients, in memory."""
 
@@ -53,13 +62,11 @@ class Server:
         self, folder: Path, rule: str = "fedavg", clients: int = 1, grouped: bool = False, **options: Any
     ) -> None:
         """``grouped``: a norm that does not mix samples."""
-        net = Small(width=16)
-        if grouped:
-            net.norm = nn.GroupNorm(4, 16)  # type: ignore[assignment]
-        example = {n: torch.from_numpy(a) for n, a in arrays(BATCH, 0).items()}
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.found = capture(net, example, TRAINING)
+        torch.manual_seed(0)  # as a new net would leave it
+        found = _captured(grouped)
+        self.found = replace(found, state={name: tensor.clone() for name, tensor in found.state.items()})
         self.model = local_model(self.found.train, self.found.evaluation, self.found.state, TRAINING)
         self.federated = Federated(rule, **options)
         self.rule = strategy_of(self.federated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from atoll.errors import BadUpdate, JobFailed, UsageError
 from atoll.federated import MAX_RESIDUAL_ROUNDS, NO_FLOORS, Federated, Floors
 from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKind, TrainingSpec
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, split
-from coordinator.capture.capture import capture
+from coordinator.capture.capture import Captured, capture
 from strategies import STRATEGIES
 from strategies.moon_module import Moon
 from strategies.values import ClientState
@@ -63,12 +64,22 @@ def spec(optimizer: Optimizer = SGD, **options: Any) -> TrainingSpec:
     return TrainingSpec(steps=10, n_micro=1, seed=5, optimizer=optimizer, **options)
 
 
+@cache
+def _captured(dropout: float, width: int, training: TrainingSpec) -> Captured:
+    example = {n: torch.from_numpy(a) for n, a in arrays(BATCH, 0).items()}
+    return capture(Small(dropout, width), example, training)
+
+
 def model_of(
     module: nn.Module, training: TrainingSpec, batch: Mapping[str, Tensor] | None = None
 ) -> LocalModel:
     example = batch or {n: torch.from_numpy(a) for n, a in arrays(BATCH, 0).items()}
-    found = capture(module, example, training)
-    return local_model(found.train, found.evaluation, found.state, training)
+    if isinstance(module, Small) and batch is None:
+        found = _captured(module.dropout.p, module.conv.out_channels, training)
+    else:
+        found = capture(module, example, training)
+    state = {name: tensor.clone() for name, tensor in found.state.items()}
+    return local_model(found.train, found.evaluation, state, training)
 
 
 def plain(
