@@ -127,7 +127,10 @@ def _of_other(what: str, value: Any) -> Array:
 
 def _kind(array: Array) -> str:
     if array.dtype.kind == "O" and array.size:
-        values = array.reshape(-1)
-        odd = next((v for v in values if not isinstance(v, int | float)), values[0])
-        return TEXT if isinstance(odd, str) else f"objects, such as {described(odd)}"
+        values: list[Any] = array.reshape(-1).tolist()
+        odd = [v for v in values if not isinstance(v, int | float | np.number | np.bool_)]
+        if not odd and all(type(v) is not int or abs(v) < 2**63 for v in values):
+            return "numbers of several types, which .astype('float32') makes one"
+        first = odd[0] if odd else values[0]
+        return TEXT if isinstance(first, str) else f"objects, such as {described(first)}"
     return {"U": TEXT, "S": TEXT, "M": "dates", "m": "times"}.get(array.dtype.kind, str(array.dtype))

@@ -129,6 +129,8 @@ def _compared(
             if (tail := captured.evaluation.tail) is not None:
                 rows = resized(batches[0], rows_of(tail.inputs))
                 check.evaluation_pass(check.executor(tail), rows, seed)
+        with torch.random.fork_rng():
+            check.refuse_carried(seed)
     except SelfCheckError as error:
         if any(parameter.grad is not before for parameter, before in gradients):
             raise SelfCheckError(
@@ -257,6 +259,16 @@ class _Check:
             raise SelfCheckError(_changed([change for change in changes if change not in made]))
         if made:
             self.without_what_was_left(made, seed)
+
+    def refuse_carried(self, seed: int) -> None:
+        """SelfCheckError where a call reads what one before a step computed from what the step changes."""
+        if self.carried.kept and not self.carried.line:  # evaluations keep it: perhaps a step ends that
+            for training in (True, False):
+                with (
+                    as_trained(self.module, training, self.captured.frozen),
+                    self.run("the module itself fails at another call", seed),
+                ):
+                    self.plain(self.batches[0])
         if self.carried.line:
             raise SelfCheckError(
                 "forward reads a tensor that an earlier call computed from what training changes (at "
@@ -344,7 +356,7 @@ class _Check:
         return self.compare(what, expected.detach(), found, 0.0)
 
     def plain(self, batch: Mapping[str, Tensor], metrics: Iterable[str] = ()) -> Outcome:
-        self.carried.next_call()
+        self.carried.next_call(any(part.training for part in self.module.modules()))
         with self.autocast(), watching(), self.carried:
             return outcome(self.module, _copied(batch), metrics, items=self.captured.items)
 

@@ -112,7 +112,7 @@ class Following(TorchFunctionMode):
 
 
 class Carried(TorchFunctionMode):
-    """Finds a tensor that one call of a module computes from ``changing`` and a later call reads.
+    """Finds a tensor that a call of a module computes from ``changing`` and one after a step reads.
 
     ``changing``: trained parameters and written buffers. The graph computes such a tensor at every call,
     while the module keeps it as it was at the first. One on the memory of ``state`` changes with that.
@@ -121,14 +121,20 @@ class Carried(TorchFunctionMode):
     def __init__(self, changing: Iterable[Tensor], state: Iterable[Tensor]) -> None:
         super().__init__()
         self.line = ""  # at which one is read
-        self._follows = {id(tensor): weakref.ref(tensor) for tensor in changing}
+        self.kept = False  # by one evaluation for the next, perhaps until the next step alone
         self._state = {_memory(tensor) for tensor in state}
+        self._follows = {id(tensor): weakref.ref(tensor) for tensor in changing}
         self._earlier: dict[int, weakref.ref[Tensor]] = {}
+        self._before: dict[int, weakref.ref[Tensor]] = {}  # in another call since the last step
         self._now: dict[int, weakref.ref[Tensor]] = {}
+        self._training = False
 
-    def next_call(self) -> None:
-        """What was computed so far is of an earlier call from now on."""
-        self._earlier, self._now = {**self._earlier, **self._now}, {}
+    def next_call(self, training: bool) -> None:
+        """A call begins; a step lies between it and the last unless both are evaluations."""
+        self._before, self._now = {**self._before, **self._now}, {}
+        if training or self._training:
+            self._earlier, self._before = {**self._earlier, **self._before}, {}
+        self._training = training
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -137,10 +143,13 @@ class Carried(TorchFunctionMode):
         made = _tensors(args[:1]) if name == "__setitem__" else _tensors(result)
         if not made or name in _OF_A_FORM:
             return result
-        carried = [tensor for tensor in read if _is_in(self._earlier, tensor)]
-        if not self.line and any(_memory(tensor) not in self._state for tensor in carried):
+        earlier, before = (
+            [tensor for tensor in read if _is_in(known, tensor)] for known in (self._earlier, self._before)
+        )
+        if not self.line and any(_memory(tensor) not in self._state for tensor in earlier):
             self.line = _own_line()
-        if carried or any(_is_in(self._follows, tensor) or _is_in(self._now, tensor) for tensor in read):
+        self.kept |= bool(before)
+        if earlier or before or any(_is_in(self._follows, t) or _is_in(self._now, t) for t in read):
             self._now |= {id(tensor): weakref.ref(tensor) for tensor in made}
         return result
 

@@ -361,6 +361,28 @@ class FirstStatistics(Net):
         return super().hidden(self.norm(x) * self.spread)
 
 
+class MergesForEvaluation(Net):
+    """A weight that evaluations share until training drops it."""
+
+    drops = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merged: Tensor | None = None
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.merged = None if self.drops else self.merged
+            return super().hidden(x)
+        if self.merged is None:
+            self.merged = self.a.weight.detach() * 2
+        return F.linear(x, self.merged)
+
+
+class MergesOnce(MergesForEvaluation):
+    drops = False
+
+
 class CachesFormsAndViews(Net):
     """What is made at the first call of a weight's form, of its memory, or of what nothing trains."""
 
@@ -397,6 +419,7 @@ REFUSED = {
     CachesAFunction: _CARRIED,
     LearnsFromItsFirst: _CARRIED,
     FirstStatistics: _CARRIED,
+    MergesOnce: _CARRIED,
     CountsInACounter: r"changes attribute 'seen'\['calls'\]",
     CountsInAListOfItsOwn: r"changes attribute 'seen'\[0\]",
     CountsInAnArray: "changes attribute 'seen'",

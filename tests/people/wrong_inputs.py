@@ -212,6 +212,11 @@ DATA = (
         "data=Rows({'x': X, 'y': pd.Series([[1], [1, 2]] * 20)})",
         "import pandas as pd",
     ),
+    Case(
+        "a data frame of numbers and truth values",
+        "data=Rows({'x': pd.DataFrame(X.numpy()).assign(more=Y.numpy() > 1), 'y': Y})",
+        "import pandas as pd",
+    ),
     Case("a column with a missing value", "data=Rows({'x': X, 'y': [0, None] * 20})"),
     Case(
         "a sparse matrix of scipy", "data=Rows({'x': scipy.sparse.eye(40, 8), 'y': Y})", "import scipy.sparse"
