@@ -389,6 +389,7 @@ def test_another_default_type_of_torch_is_refused() -> None:
 
 def test_distributions_check_their_arguments_again_after_a_capture() -> None:
     """As their owner has set it: the check is left out of a graph alone."""
+    distributions.Distribution.set_default_validate_args(True)  # torch.compile ends it for a whole process
     prepare(job_of(Densities(), vectors()))
     with pytest.raises(ValueError, match="to satisfy the constraint"):
         distributions.Normal(0.0, -1.0)
