@@ -57,6 +57,7 @@ from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.mirrored_blobs import blob_store
 from coordinator.storage.run_log import Logs, RunLogs
+from hostos.allotted import COORDINATOR_THREADS, check_threads
 from hostos.descriptors import limit_now, numbers_in_use, raise_limit, shares
 from hostos.files.folder_lock import FolderLock, Holder
 from hostos.files.folder_version import claim_version, raise_version
@@ -556,6 +557,7 @@ def serve(config: CoordinatorConfig) -> Running:
 def serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]) -> None:
     """Run until SIGINT, SIGTERM or SIGHUP; ``announce`` is called once calls are taken."""
     _log_to_stderr()
+    check_threads(COORDINATOR_THREADS)
     allowed = raise_limit(CONNECTIONS_A_SESSION * config.max_workers + SPARE_DESCRIPTORS)
     if allowed < config.max_workers + SPARE_DESCRIPTORS:
         log.warning(

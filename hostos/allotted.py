@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from atoll.errors import UsageError
+from hostos.files.refusals import PROCESSES
+
+WORKER_THREADS, COORDINATOR_THREADS = 32, 16
+"""Threads and processes of one that computes nothing yet."""
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 UNLIMITED_BYTES = 1 << 60  # version 1 writes nearly 2**63 where there is no limit
@@ -52,6 +58,26 @@ def threads_each(processes: int) -> int:
     """Return the threads with which each of so many processes computes, at least 1: together one for each
     core that they may use."""
     return max(1, math.ceil(usable().cores) // processes)
+
+
+def check_threads(count: int) -> None:
+    """UsageError where this process cannot start so many threads or processes: gRPC crashes or hangs without
+    a word where it lacks one. They are started and ended, since every system counts other things."""
+    over, started = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=over.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError):
+        raise UsageError(
+            f"this process can start {len(started)} threads or processes, and needs at least {count}: "
+            f"{PROCESSES}; a limit of its memory (`ulimit -v`) counts too"
+        ) from None
+    finally:
+        over.set()
+        for thread in started:
+            thread.join()
 
 
 def memory_room(own: Path = OWN, groups: Path = GROUPS) -> Room | None:

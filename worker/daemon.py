@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from atoll.errors import ConnectionFailed
+from hostos.allotted import WORKER_THREADS, check_threads
 from hostos.descriptors import enough, raise_limit
 from hostos.signals import endings, heeded
 from worker.blobs import BlobCache
@@ -78,6 +79,7 @@ class Daemon:
         # Before the first thread of many: who has an arena of its own keeps it.
         keep_chunk_memory()
         enough(raise_limit(DESCRIPTORS))
+        check_threads(WORKER_THREADS)
         restore = self._catch_signals()
         try:
             for member in self._members:

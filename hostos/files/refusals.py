@@ -11,15 +11,15 @@ from atoll.errors import StorageError
 ROOM = "free space or choose another --state-dir"
 """Remedy for a disk without room for the state folder."""
 _FILES = "raise the limit of open files: `ulimit -n`, LimitNOFILE= of a service"
-_PROCESSES = "raise the limit of processes: `ulimit -u`, TasksMax= of a service, --pids-limit of a container"
+PROCESSES = "raise the limit of processes: `ulimit -u`, TasksMax= of a service, --pids-limit of a container"
 _OF_LIMITS = {  # where another folder would change nothing
     errno.EMFILE: _FILES,
     errno.ENFILE: _FILES,
     errno.EFBIG: "raise the limit of a file's size, `ulimit -f`, or use a file system that has larger files",
-    errno.EAGAIN: _PROCESSES,  # of a fork
+    errno.EAGAIN: PROCESSES,  # of a fork
     errno.ENOMEM: "free memory, or raise its limit: `ulimit -v`, MemoryMax= of a service",
 }
-NO_THREAD = f"cannot start another thread; {_PROCESSES}"
+NO_THREAD = f"cannot start another thread; {PROCESSES}"
 
 
 def refusal(error: OSError, doing: str, remedy: str = "") -> StorageError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from atoll.errors import UsageError
 from hostos import allotted
-from hostos.allotted import Room, Usable, memory_room, threads_each, usable
+from hostos.allotted import Room, Usable, check_threads, memory_room, threads_each, usable
 
 ALL = Usable(float(len(os.sched_getaffinity(0))))
 
@@ -105,3 +107,20 @@ def test_a_process_whose_groups_cannot_be_seen_has_no_limit(tmp_path: Path) -> N
     for own in ("", "nonsense\n", "0::/a\n", "0::/../..\n"):
         assert room(tmp_path, own) is None
     assert memory_room(tmp_path / "none", tmp_path / "nowhere") is None
+
+
+def test_a_process_that_can_start_too_few_threads_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    check_threads(8)
+    real, started = threading.Thread.start, list[threading.Thread]()
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == 5:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(UsageError, match=r"can start 5 .* at least 8: raise the limit of processes"):
+        check_threads(8)
+    assert threading.active_count() == before
