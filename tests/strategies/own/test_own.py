@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from atoll.formulas import FORMULA_OPS, MAX_FORMULA_OPS, STAND_IN, DeclaredStrat
 from atoll.opdag import Autocast, Kind, LeafRef, OpNode, OpRef, Source, TensorMeta
 from atoll.ops import ALLOWED
 from atoll.signatures import parameters
-from coordinator.capture.capture import capture
+from coordinator.capture.capture import Captured, capture
 from protos.convert import decode, encode
 from strategies.layout import Layout, Role
 from strategies.own import OwnStrategy, own_strategy
@@ -65,12 +66,20 @@ def data(n: int, seed: int) -> dict[str, Any]:
     return {"x": (np.eye(4)[y].repeat(4, 1) + draw.normal(size=(n, 16))).astype("float32"), "y": y}
 
 
+@cache
+def graphs(net: Callable[[], nn.Module]) -> Captured:
+    """A net's graphs, which are the same for every optimizer."""
+    example = {name: torch.from_numpy(array[:BATCH]) for name, array in data(BATCH, 0).items()}
+    return capture(net(), example, TrainingSpec(steps=1, n_micro=1))
+
+
 def rounds(strategy: str, options: dict[str, Any], momentum: float, count: int = 2) -> LocalFederation:
     optimizer = Optimizer(OptimizerName.SGD, lr=0.1, momentum=momentum, clip_norm=2.0)
     training = TrainingSpec(steps=count, n_micro=1, optimizer=optimizer)
-    example = {name: torch.from_numpy(array[:BATCH]) for name, array in data(BATCH, 0).items()}
-    found = capture(Net(), example, training)
-    model = local_model(found.train, found.evaluation, found.state, training)
+    found = graphs(Net)
+    torch.manual_seed(1)  # whichever test captured it
+    state = {name: tensor.clone() for name, tensor in found.state.items()}
+    model = local_model(found.train, found.evaluation, state, training)
     rule = with_own(Federated(strategy, options, local_epochs=2, clients=2, held_out=0.0, evaluate_every=0))
     clients = {f"c{at}": data(16 + 8 * at, at) for at in range(3)}
     made = LocalFederation(model, rule, clients, floors=NO_FLOORS)

@@ -64,8 +64,8 @@ class Server:
         """``grouped``: a norm that does not mix samples."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(0)  # as a new net would leave it
         found = _captured(grouped)
+        torch.manual_seed(0)  # whichever test captured it
         self.found = replace(found, state={name: tensor.clone() for name, tensor in found.state.items()})
         self.model = local_model(self.found.train, self.found.evaluation, self.found.state, TRAINING)
         self.federated = Federated(rule, **options)

@@ -185,13 +185,19 @@ RULES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@cache
+def _quadratic() -> Captured:
+    one = {"a": torch.ones(1), "e": torch.ones(1)}
+    return capture(Quadratic(), one, TrainingSpec(steps=1, n_micro=1))
+
+
 def quadratic_federation(rule: str, options: dict[str, Any], steps: tuple[int, int]) -> LocalFederation:
     """Every client takes its own number of steps: epochs are short, so equal weights need equal data
     and the caps differ by what the trainer is told for each."""
     training = TrainingSpec(steps=1000, n_micro=1, optimizer=replace(SGD, lr=0.05))
-    one = {"a": torch.ones(1), "e": torch.ones(1)}
-    found = capture(Quadratic(), one, training)
-    model = local_model(found.train, found.evaluation, found.state, training)
+    found = _quadratic()
+    state = {name: tensor.clone() for name, tensor in found.state.items()}
+    model = local_model(found.train, found.evaluation, state, training)
     federated = Federated(rule, options, local_epochs=max(steps), held_out=0.0, evaluate_every=0)
     clients = {
         f"c{at}": {"a": np.array([a], np.float32), "e": np.array([e], np.float32)}
