@@ -59,9 +59,9 @@ _POINTWISE = """
     remainder:Scalar,Scalar_Tensor,Tensor remainder_:Scalar,Tensor round:default,decimals
     round_:default,decimals rsqrt rsqrt_ rsub:Scalar,Tensor sgn sgn_ sigmoid sigmoid_ sign sign_ signbit
     sin sin_ sinc sinc_ sinh sinh_ special_digamma special_entr special_erf special_erfc special_erfcx
-    special_erfinv special_exp2 special_expit special_expm1 special_gammainc special_gammaln special_i0
-    special_i0e special_i1 special_i1e special_log1p special_log_ndtr special_logit special_ndtr
-    special_ndtri special_psi special_round special_sinc
+    special_erfinv special_exp2 special_expit special_expm1 special_gammainc special_gammaincc
+    special_gammaln special_i0 special_i0e special_i1 special_i1e special_log1p special_log_ndtr
+    special_logit special_ndtr special_ndtri special_psi special_round special_sinc
     special_xlog1py:default,other_scalar,self_scalar special_xlogy:default,other_scalar,self_scalar
     special_zeta:default,other_scalar,self_scalar sqrt sqrt_ square square_ sub:Scalar,Tensor
     sub_:Scalar,Tensor subtract:Scalar,Tensor subtract_:Scalar,Tensor tan tan_ true_divide:Scalar,Tensor
@@ -80,8 +80,10 @@ _MATRIX = """
     linalg_matmul linalg_multi_dot linalg_norm:default,ord_str linalg_matrix_norm:default,str_ord
     linalg_vector_norm linalg_vecdot linalg_inv linalg_inv_ex linalg_solve linalg_solve_triangular
     linalg_cholesky linalg_det linalg_slogdet linalg_matrix_power matmul matrix_exp matrix_power
-    mm:default,dtype mv outer tensordot vdot linalg_qr linalg_svd linalg_eigh cholesky inverse det
-    logdet slogdet _weight_norm norm_except_dim linalg_householder_product _grouped_mm
+    mm:default,dtype mv outer tensordot vdot linalg_qr linalg_svd linalg_svdvals linalg_eigh
+    linalg_eigvalsh linalg_pinv:atol_rtol_float,atol_rtol_tensor linalg_matrix_exp cholesky cholesky_solve
+    cholesky_inverse inverse det logdet slogdet _weight_norm norm_except_dim linalg_householder_product
+    _grouped_mm renorm
 """
 _CONVOLUTION = """
     conv1d:default,padding conv2d:default,padding conv3d:default,padding conv_transpose1d
@@ -161,8 +163,8 @@ _CREATION = """
 """
 _SPECTRAL = """
     fft_fft fft_fft2 fft_fftn fft_fftshift fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_irfft
-    fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fft_fftfreq fft_rfftfreq stft:default,center
-    istft
+    fft_irfft2 fft_irfftn fft_hfft fft_ihfft fft_rfft fft_rfft2 fft_rfftn fft_fftfreq fft_rfftfreq
+    stft:default,center istft
 """
 _RANDOM = """
     alpha_dropout alpha_dropout_ bernoulli:default,Tensor,p bernoulli_:Tensor,float dropout dropout_

@@ -247,6 +247,28 @@ class Correlated(RealSpectrum):
         return F.cross_entropy(self.head(torch.tanh(turned)), y)
 
 
+class Decomposed(nn.Module):
+    """Matrices as Gaussian processes and whitening use them, and a real spectrum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        square = h[:, :, None] * h[:, None] + torch.diag(torch.arange(2.0, 6.0))
+        factor = torch.linalg.cholesky(square)
+        solved = torch.cholesky_solve(h[..., None], factor) + torch.linalg.pinv(square) @ h[..., None]
+        values = torch.linalg.eigvalsh(square) + torch.linalg.svdvals(square)
+        more = (
+            torch.cholesky_inverse(factor).sum(1)
+            + torch.linalg.matrix_exp(square * 0.1).sum(1)
+            + torch.renorm(h, 2, 0, 1.0)
+        )
+        rest = torch.fft.hfft(torch.fft.ihfft(h), n=4) + torch.special.gammaincc(torch.ones_like(h), h.exp())
+        return F.cross_entropy(self.head(solved[..., 0] + values + more + rest), y)
+
+
 def causal() -> Tensor:
     return nn.Transformer.generate_square_subsequent_mask(5)
 
@@ -318,6 +340,7 @@ class Counts(Classifier):
 
 
 CASES = [
+    case(Decomposed, vectors),
     case(Correlated, vectors),
     case(Encoder, tokens),
     case(Translator, tokens),
@@ -363,7 +386,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", sampled(21, CASES))
+@pytest.mark.parametrize("kind", sampled(22, CASES))
 def test_a_stock_layer_trains_as_in_a_plain_loop(kind: Case, one_thread: None) -> None:
     run(kind)
 

@@ -192,7 +192,8 @@ def kron(d: Draw) -> dict[str, Any]:
 
 @recipe("""
     linalg_inv linalg_inv_ex inverse linalg_det det slogdet linalg_slogdet logdet
-    linalg_matrix_power matrix_exp matrix_power linalg_eigh trace
+    linalg_matrix_power matrix_exp linalg_matrix_exp matrix_power linalg_eigh linalg_eigvalsh trace
+    cholesky_inverse
 """)
 def square(d: Draw) -> dict[str, Any]:
     n = d.size()
@@ -227,13 +228,28 @@ def solve(d: Draw) -> dict[str, Any]:
     return {"A": t(n, n), "self": t(n, n), "B": t(n, m), "left": True}
 
 
-@recipe("linalg_qr linalg_svd linalg_matrix_norm")
+@recipe("cholesky_solve")
+def cholesky_solve(d: Draw) -> dict[str, Any]:
+    n, m = d.size(), d.size()
+    return {"self": t(n, m), "input2": t(n, n), "upper": d.maybe()}
+
+
+@recipe("renorm")
+def renorm(d: Draw) -> dict[str, Any]:
+    shape = d.sizes(2, 3)
+    return {"self": t(*shape), "p": d.one([1, 2, 3.5]), "dim": d.dim(shape), "maxnorm": d.one([0.5, 1, 4])}
+
+
+@recipe("linalg_qr linalg_svd linalg_svdvals linalg_pinv linalg_matrix_norm")
 def matrix(d: Draw) -> dict[str, Any]:
     shape = (d.size(), d.size())
     return {
         "self": t(*shape),
         "A": t(*shape),
         "driver": None,
+        "atol": None,
+        "rtol": None,
+        "hermitian": False,
         "dim": (-2, -1),
         "ord": d.one([1, -1, 2, float("inf")]),
         "dtype": None,

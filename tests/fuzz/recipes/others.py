@@ -118,7 +118,7 @@ def istft(d: Draw) -> dict[str, Any]:
     }
 
 
-@recipe("fft_fft fft_ifft fft_irfft fft_rfft")
+@recipe("fft_fft fft_ifft fft_irfft fft_rfft fft_hfft fft_ihfft")
 def fft(d: Draw) -> dict[str, Any]:
     shape = d.sizes(1, 3)
     return {"self": t(*shape), "n": d.one([None, 4, 7]), "dim": d.dim(shape)}
@@ -155,7 +155,7 @@ def glu(d: Draw) -> dict[str, Any]:
     return {"self": t(d.size(), 2 * d.size()), "dim": -1}
 
 
-@recipe("heaviside logical_and logical_or logical_xor")
+@recipe("heaviside logical_and logical_or logical_xor special_gammainc special_gammaincc")
 def alike(d: Draw) -> dict[str, Any]:
     shape = d.sizes(1, 3)
     return {"self": t(*shape), "values": t(*shape), "other": t(*shape)}
