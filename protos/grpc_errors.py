@@ -92,6 +92,10 @@ def to_atoll_error(
             )
         case grpc.StatusCode.UNAVAILABLE:
             return _unreachable(words, error, address, ca_pem)
+        case grpc.StatusCode.CANCELLED:
+            return ConnectionFailed(
+                f"{address} ended the call, as one that stops does; is `atoll serve` running there? try again"
+            )
     return ConnectionFailed(f"{address} answered {code.name}: {words}; try again, and see its log")
 
 

@@ -120,6 +120,7 @@ class Refused(grpc.RpcError, grpc.Call):  # type: ignore[misc]
         (grpc.StatusCode.ABORTED, AtollError),
         (grpc.StatusCode.UNAVAILABLE, ConnectionFailed),
         (grpc.StatusCode.DEADLINE_EXCEEDED, ConnectionFailed),
+        (grpc.StatusCode.CANCELLED, ConnectionFailed),
         (grpc.StatusCode.INTERNAL, ConnectionFailed),
         (grpc.StatusCode.UNKNOWN, ConnectionFailed),
     ],
@@ -142,6 +143,9 @@ def test_a_refusal_with_a_name_keeps_its_words_and_a_silent_server_is_named():
     assert str(to_atoll_error(busy, "lab:1")) == "64 calls are open"
     away = Refused(grpc.StatusCode.UNAVAILABLE, "failed to connect; last error: UNKNOWN: refused)")
     assert "no coordinator answers at lab:1 (UNKNOWN: refused)" in str(to_atoll_error(away, "lab:1"))
+    stopped = str(to_atoll_error(Refused(grpc.StatusCode.CANCELLED, "CANCELLED"), "lab:1"))
+    assert stopped.startswith("lab:1 ended the call")
+    assert "atoll serve" in stopped
 
 
 def test_only_a_terminals_owner_gets_several_lines():

@@ -222,7 +222,7 @@ def test_on_a_part_of_a_core_what_other_threads_do_counts_as_handling() -> None:
         handled.append([r.handling_s + r.forward_s + r.backward_s + r.optimizer_s for r in reports])
     assert max(handled[0] + handled[2]) < 5.0
     for at in (1, 3):
-        assert all(6.0 < seconds < 8.001 for seconds in handled[at])  # 8 but for what codecs really took
+        assert all(6.0 < seconds < 10.0 for seconds in handled[at])  # 8 but for real moments between clocks
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
