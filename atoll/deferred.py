@@ -57,8 +57,6 @@ class Debt:
 
 def deferring(node: OpNode, call: Call, leaves: tuple[Tensor, ...], debt: Debt) -> Call:
     """``call``, which runs ``node``, so that its backward leaves the gradients of ``leaves`` to be taken."""
-    if has_rows(node, leaves):
-        return by_rows(call, debt, later=True)
     own_graph = _with_own_graph(call, leaves, debt)
     if not is_layer(node) or debt.selective:
         return own_graph

@@ -19,6 +19,7 @@ import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -509,17 +510,17 @@ class Executor:
     def _apart(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
         """The steps, whose weights wait where they can and tables have their gradients by rows."""
         leaves: dict[int, list[Tensor]] = {}
-        for sites in self.uses.values():
-            for op, leaf in sites:
-                leaves.setdefault(op, []).append(leaf)
+        for op, leaf in chain.from_iterable(self.uses.values()):
+            leaves.setdefault(op, []).append(leaf)
 
         def compiled(step: Step) -> Step:
             node, own = nodes[step.position], tuple(leaves.get(step.position, ()))
-            if own and self._defer and weights_may_wait(node):
+            waits = len(own) > 0 and self._defer and weights_may_wait(node)
+            if waits:
                 self.late.add(step.position)
-                return replace(step, call=deferring(node, step.call, own, self._debt))
-            reads = self.mesh is None and has_rows(node, own)
-            return replace(step, call=by_rows(step.call, self._debt, later=False)) if reads else step
+            if self.mesh is None and has_rows(node, own):
+                return replace(step, call=by_rows(step.call, self._debt, later=waits))
+            return replace(step, call=deferring(node, step.call, own, self._debt)) if waits else step
 
         return [compiled(step) for step in steps]
 

@@ -275,13 +275,9 @@ def is_layer(node: OpNode) -> bool:
 
 def reads_rows(node: OpNode) -> bool:
     """Return whether the op reads rows of a leaf, a table, whose gradient is dense."""
-    table, sparse = node.args[:1], node.args[4:5]
-    return (
-        node.target == "aten.embedding.default"
-        and not node.kwargs
-        and isinstance(table[0], LeafRef)
-        and sparse in ((), (False,))
-    )
+    if node.target != "aten.embedding.default" or node.kwargs:
+        return False
+    return isinstance(node.args[0], LeafRef) and node.args[4:5] in ((), (False,))  # the last: sparse
 
 
 def cheap_again(node: OpNode) -> int:

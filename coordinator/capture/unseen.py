@@ -177,9 +177,11 @@ def _own_line() -> str:
     frame = inspect.currentframe()
     while frame is not None and (frame.f_code.co_filename == __file__ or not is_own_frame(frame)):
         frame = frame.f_back
-    return (
-        f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "an unknown line"
-    )
+    return "an unknown line" if frame is None else _line(frame)
+
+
+def _line(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 @contextmanager
@@ -324,7 +326,7 @@ def watching() -> Iterator[None]:
         while words and frame.f_back is not None and not is_own_frame(frame):
             frame = frame.f_back  # by way of secrets, say
         if words:
-            seen.append(f"{words} (at {Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+            seen.append(f"{words} (at {_line(frame)})")
 
     before = sys.getprofile()
     sys.setprofile(profile)

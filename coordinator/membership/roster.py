@@ -80,8 +80,8 @@ class Worker:
     computing: Ratio = field(default_factory=Ratio)  # forwards, backwards, optimizer
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
     handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
-    clock_offset_s: float | None = None  # ours minus the worker's steady one; ...
-    clock_of: int | None = None  # ... heard in this session
+    clock_offset_s: float | None = None  # ours minus the worker's steady one
+    clock_of: int | None = None  # the session in which that was heard
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
     beat: Heartbeat | None = None  # the newest

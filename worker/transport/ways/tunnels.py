@@ -41,9 +41,8 @@ class Tunnel(Protocol):
         """Return a stream to the peer, which does not block. Raises ConnectionFailed."""
 
 
-MAX_FOLDER_BYTES = (
-    80  # an address of a Unix socket has 107 on Linux, 103 on macOS; names in the folder take 20
-)
+MAX_FOLDER_BYTES = 80
+"""An address of a Unix socket has 107 on Linux, 103 on macOS; names in the folder take 20."""
 SHORT_PLACES = ("/tmp", "/dev/shm")  # noqa: S108 - a folder of this user alone is made in them
 
 
